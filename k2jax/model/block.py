@@ -1,0 +1,56 @@
+"""One transformer layer, and a scan over a stack of them."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from k2jax.config import ModelConfig
+from k2jax.model.mla import GQA, MLA, Context
+from k2jax.model.moe import Dense, MoE, Routing
+from k2jax.model.norm import rms_norm
+from k2jax.model.weights import gain
+
+
+class Block(nnx.Module):
+    """Pre-norm layer: `x + attention(norm(x))`, then `x + ffn(norm(x))`, the ffn dense or of experts."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, experts: bool):
+        self.eps, self.experts = config.norm_eps, experts
+        self.attention_norm_D = gain(config.d_model)
+        self.attention = (MLA if config.attention.kind == "mla" else GQA)(config, rngs)
+        self.ffn_norm_D = gain(config.d_model)
+        self.ffn = (MoE if experts else Dense)(config, rngs)
+
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], bias_E: Float[Array, " E"] | None, context: Context
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, " H"], Routing | None]]:
+        """Returns the new stream, and what the layer observed: largest logit of each head, and the routing if it has one."""
+        y_BTD, max_logit_H = self.attention(rms_norm(x_BTD, self.attention_norm_D[...], self.eps), context)
+        x_BTD = x_BTD + y_BTD
+        z_BTD = rms_norm(x_BTD, self.ffn_norm_D[...], self.eps)
+        if not self.experts:
+            return x_BTD + self.ffn(z_BTD), (max_logit_H, None)
+        y_BTD, routing = self.ffn(z_BTD, bias_E, context.segments_BT > 0)
+        return x_BTD + y_BTD, (max_logit_H, routing)
+
+
+def run_stack(
+    layers: Block, x_BTD: Float[Array, "B T D"], bias_LE: Float[Array, "L E"] | None, context: Context
+) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
+    """Applies stacked layers in order; returns the stream and, stacked over layers, `max_logit_LH`, and with experts
+    `load_LE` and the summed `balance`."""
+    graphdef, weights = nnx.split(layers)
+
+    def step(x_BTD, layer):
+        x_BTD, (max_logit_H, routing) = nnx.merge(graphdef, layer[0])(x_BTD, layer[1], context)
+        seen = {"max_logit_LH": max_logit_H}
+        if routing is not None:
+            seen |= {"load_LE": routing.load_E, "balance": routing.balance}
+        return x_BTD, seen
+
+    x_BTD, seen = lax.scan(step, x_BTD, (weights, bias_LE))
+    if "balance" in seen:
+        seen["balance"] = jnp.sum(seen["balance"])
+    return x_BTD, seen

@@ -1,0 +1,40 @@
+"""Multi-token prediction (MTP): one more layer that predicts the token after the next (DeepSeek-V3 eq. 21-25)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from k2jax.config import ModelConfig
+from k2jax.model.block import Block, run_stack
+from k2jax.model.mla import Context, project
+from k2jax.model.norm import rms_norm
+from k2jax.model.weights import gain, stack, weight
+
+
+class MTP(nnx.Module):
+    """An input projection, one layer with experts and a norm; embedding and head are the trunk's."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.eps = config.norm_eps
+        self.hidden_norm_D = gain(config.d_model)
+        self.embed_norm_D = gain(config.d_model)
+        self.project_JD = weight(config, rngs, 2 * config.d_model, config.d_model)
+        self.block = stack(lambda r: Block(config, r, experts=True), rngs, config.n_mtp)
+        self.norm_D = gain(config.d_model)
+
+    def __call__(
+        self,
+        hidden_BTD: Float[Array, "B T D"],
+        next_BTD: Float[Array, "B T D"],
+        bias_LE: Float[Array, "L E"],
+        context: Context,
+    ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
+        """Joins the trunk's state at position i (before its final norm) with the embedding of token i + 1, hidden first.
+
+        Returns the normed state whose head predicts token i + 2, and what the layer observed (see `run_stack`).
+        """
+        parts = rms_norm(hidden_BTD, self.hidden_norm_D[...], self.eps), rms_norm(next_BTD, self.embed_norm_D[...], self.eps)
+        x_BTD = project(jnp.concatenate(parts, -1), self.project_JD[...])
+        x_BTD, seen = run_stack(self.block, x_BTD, bias_LE, context)
+        return rms_norm(x_BTD, self.norm_D[...], self.eps), seen
