@@ -75,7 +75,7 @@ def _attend(q, k, v, segments, scale):
 
 
 def _forward(q, k, v, segments, scale):
-    n, block = q.shape[3], q.shape[4]
+    n = q.shape[3]
 
     def query_block(i, out):
         o_all, max_all, lse_all = out

@@ -5,7 +5,6 @@ a block meets one expert's weights; a loop with a dynamic trip count runs over t
 token is dropped, and routing never changes a shape. This is the jnp form: the CPU path and the reference.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax

@@ -10,18 +10,18 @@ from k2jax.config import ModelConfig
 from k2jax.model.mla import GQA, MLA, Context
 from k2jax.model.moe import Dense, MoE, Routing
 from k2jax.model.norm import rms_norm
-from k2jax.model.weights import gain
+from k2jax.model.weights import weight
 
 
 class Block(nnx.Module):
     """Pre-norm layer: `x + attention(norm(x))`, then `x + ffn(norm(x))`, the ffn dense or of experts."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, experts: bool):
+    def __init__(self, config: ModelConfig, *, experts: bool):
         self.eps, self.experts = config.norm_eps, experts
-        self.attention_norm_D = gain(config.d_model)
-        self.attention = (MLA if config.attention.kind == "mla" else GQA)(config, rngs)
-        self.ffn_norm_D = gain(config.d_model)
-        self.ffn = (MoE if experts else Dense)(config, rngs)
+        self.attention_norm_D = weight(config.d_model)
+        self.attention = (MLA if config.attention.kind == "mla" else GQA)(config)
+        self.ffn_norm_D = weight(config.d_model)
+        self.ffn = (MoE if experts else Dense)(config)
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], bias_E: Float[Array, " E"] | None, context: Context

@@ -14,7 +14,7 @@ from k2jax.config import ModelConfig
 from k2jax.kernels.flash_attention import attention
 from k2jax.model.norm import rms_norm
 from k2jax.model.rope import rotate, softmax_scale
-from k2jax.model.weights import gain, weight
+from k2jax.model.weights import weight
 
 
 class Context(NamedTuple):
@@ -29,20 +29,20 @@ class MLA(nnx.Module):
     """Multi-head latent attention (DeepSeek-V3 eq. 1-11): queries and keys-values pass through a low rank; position enters
     through a rotated part of each query and one rotated key shared by all heads."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         a, D = config.attention, config.d_model
         H, Q, C = a.n_heads, a.q_rank, a.kv_rank
         self.config = config
-        self.q_down_DQ = weight(config, rngs, D, Q)
-        self.q_norm_Q = gain(Q)
-        self.q_nope_QHN = weight(config, rngs, Q, H, a.d_nope)
-        self.q_rope_QHR = weight(config, rngs, Q, H, a.d_rope)
-        self.kv_down_DC = weight(config, rngs, D, C)
-        self.kv_norm_C = gain(C)
-        self.k_rope_DR = weight(config, rngs, D, a.d_rope)
-        self.k_nope_CHN = weight(config, rngs, C, H, a.d_nope)
-        self.v_CHV = weight(config, rngs, C, H, a.d_value)
-        self.o_HVD = weight(config, rngs, H, a.d_value, D)
+        self.q_down_DQ = weight(D, Q)
+        self.q_norm_Q = weight(Q)
+        self.q_nope_QHN = weight(Q, H, a.d_nope)
+        self.q_rope_QHR = weight(Q, H, a.d_rope)
+        self.kv_down_DC = weight(D, C)
+        self.kv_norm_C = weight(C)
+        self.k_rope_DR = weight(D, a.d_rope)
+        self.k_nope_CHN = weight(C, H, a.d_nope)
+        self.v_CHV = weight(C, H, a.d_value)
+        self.o_HVD = weight(H, a.d_value, D)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Float[Array, " H"]]:
         """Returns the layer's output and the largest attention logit of each head."""
@@ -71,13 +71,13 @@ class MLA(nnx.Module):
 class GQA(nnx.Module):
     """Grouped-query attention with rotary positions over the whole head; with a key head a query head it is MHA."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         a, D = config.attention, config.d_model
         self.config = config
-        self.q_DHR = weight(config, rngs, D, a.n_heads, a.d_rope)
-        self.k_DGR = weight(config, rngs, D, a.n_kv_heads, a.d_rope)
-        self.v_DGV = weight(config, rngs, D, a.n_kv_heads, a.d_value)
-        self.o_HVD = weight(config, rngs, a.n_heads, a.d_value, D)
+        self.q_DHR = weight(D, a.n_heads, a.d_rope)
+        self.k_DGR = weight(D, a.n_kv_heads, a.d_rope)
+        self.v_DGV = weight(D, a.n_kv_heads, a.d_value)
+        self.o_HVD = weight(a.n_heads, a.d_value, D)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Float[Array, " H"]]:
         """Returns the layer's output and the largest attention logit of each query head."""

@@ -28,10 +28,10 @@ class Routing(NamedTuple):
 class Dense(nnx.Module):
     """SwiGLU feed-forward: `(silu(x @ gate) * (x @ up)) @ down`."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.gate_DF = weight(config, rngs, config.d_model, config.d_dense)
-        self.up_DF = weight(config, rngs, config.d_model, config.d_dense)
-        self.down_FD = weight(config, rngs, config.d_dense, config.d_model)
+    def __init__(self, config: ModelConfig):
+        self.gate_DF = weight(config.d_model, config.d_dense)
+        self.up_DF = weight(config.d_model, config.d_dense)
+        self.down_FD = weight(config.d_dense, config.d_model)
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return swiglu(x_BTD, self.gate_DF[...], self.up_DF[...], self.down_FD[...])
@@ -43,17 +43,17 @@ class MoE(nnx.Module):
     `bias_E`, the router's selection bias, is an argument and not a parameter: it has no gradient and moves by load.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         m, D = config.moe, config.d_model
         self.config = config
-        self.router_DE = weight(config, rngs, D, m.n_experts)
-        self.gate_EDF = weight(config, rngs, m.n_experts, D, m.d_expert)
-        self.up_EDF = weight(config, rngs, m.n_experts, D, m.d_expert)
-        self.down_EFD = weight(config, rngs, m.n_experts, m.d_expert, D)
+        self.router_DE = weight(D, m.n_experts)
+        self.gate_EDF = weight(m.n_experts, D, m.d_expert)
+        self.up_EDF = weight(m.n_experts, D, m.d_expert)
+        self.down_EFD = weight(m.n_experts, m.d_expert, D)
         if m.n_shared:
-            self.shared_gate_DF = weight(config, rngs, D, m.n_shared * m.d_expert)
-            self.shared_up_DF = weight(config, rngs, D, m.n_shared * m.d_expert)
-            self.shared_down_FD = weight(config, rngs, m.n_shared * m.d_expert, D)
+            self.shared_gate_DF = weight(D, m.n_shared * m.d_expert)
+            self.shared_up_DF = weight(D, m.n_shared * m.d_expert)
+            self.shared_down_FD = weight(m.n_shared * m.d_expert, D)
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], bias_E: Float[Array, " E"], real_BT: Array
@@ -132,8 +132,8 @@ def balance_loss(
         return jnp.zeros(())
     tokens_B1 = jnp.maximum(real_BT.sum(-1, keepdims=True), 1).astype(jnp.float32)
     f_BE = config.n_experts / config.n_active * count_BE / tokens_B1
-    share_BTE = score_BTE / score_BTE.sum(-1, keepdims=True) * real_BT[:, :, None]
-    p_BE = share_BTE.sum(1) / tokens_B1
+    real_over_sum_BT = real_BT / score_BTE.sum(-1)
+    p_BE = jnp.einsum("bte,bt->be", score_BTE, real_over_sum_BT) / tokens_B1  # a product, so no second [B, T, E] is formed
     return config.balance_weight * (f_BE * p_BE).sum(-1).mean()
 
 

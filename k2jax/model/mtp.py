@@ -9,19 +9,19 @@ from k2jax.config import ModelConfig
 from k2jax.model.block import Block, run_stack
 from k2jax.model.mla import Context, project
 from k2jax.model.norm import rms_norm
-from k2jax.model.weights import gain, stack, weight
+from k2jax.model.weights import stack, weight
 
 
 class MTP(nnx.Module):
     """An input projection, one layer with experts and a norm; embedding and head are the trunk's."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         self.eps = config.norm_eps
-        self.hidden_norm_D = gain(config.d_model)
-        self.embed_norm_D = gain(config.d_model)
-        self.project_JD = weight(config, rngs, 2 * config.d_model, config.d_model)
-        self.block = stack(lambda r: Block(config, r, experts=True), rngs, config.n_mtp)
-        self.norm_D = gain(config.d_model)
+        self.hidden_norm_D = weight(config.d_model)
+        self.embed_norm_D = weight(config.d_model)
+        self.project_JD = weight(2 * config.d_model, config.d_model)
+        self.block = stack(lambda: Block(config, experts=True), config.n_mtp)
+        self.norm_D = weight(config.d_model)
 
     def __call__(
         self,

@@ -18,7 +18,7 @@ from k2jax.model.mla import Context
 from k2jax.model.mtp import MTP
 from k2jax.model.norm import rms_norm
 from k2jax.model.rope import look_up
-from k2jax.model.weights import gain, stack, weight
+from k2jax.model.weights import draw, fill, stack, weight
 
 
 class Aux(NamedTuple):
@@ -40,17 +40,17 @@ class Output(NamedTuple):
 class Transformer(nnx.Module):
     """A decoder of `n_dense` dense layers and `n_moe` layers with experts."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         self.config = config
-        self.embed_WD = weight(config, rngs, config.n_words, config.d_model)
+        self.embed_WD = weight(config.n_words, config.d_model)
         if config.n_dense:
-            self.dense = stack(lambda r: Block(config, r, experts=False), rngs, config.n_dense)
+            self.dense = stack(lambda: Block(config, experts=False), config.n_dense)
         if config.n_moe:
-            self.moe = stack(lambda r: Block(config, r, experts=True), rngs, config.n_moe)
-        self.norm_D = gain(config.d_model)
-        self.head_WD = weight(config, rngs, config.n_words, config.d_model)
+            self.moe = stack(lambda: Block(config, experts=True), config.n_moe)
+        self.norm_D = weight(config.d_model)
+        self.head_WD = weight(config.n_words, config.d_model)
         if config.n_mtp:
-            self.mtp = MTP(config, rngs)
+            self.mtp = MTP(config)
 
     def __call__(
         self,
@@ -84,7 +84,7 @@ class Transformer(nnx.Module):
 
 @functools.lru_cache
 def _structure(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config)))
 
 
 def abstract(config: ModelConfig) -> tuple[dict, dict]:
@@ -94,9 +94,8 @@ def abstract(config: ModelConfig) -> tuple[dict, dict]:
 
 
 def init(config: ModelConfig, seed: int) -> tuple[dict, dict]:
-    """Draws the weights. Returns the parameters and the router bias, zero, by stack."""
-    draw = jax.jit(lambda key: nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(params=key)))))
-    return draw(jax.random.key(seed)), _zero_bias(config)
+    """Draws the weights from a seed. Returns the parameters and the router bias, zero, by stack."""
+    return draw(abstract(config)[0], config.init_std, seed), _zero_bias(config)
 
 
 def _zero_bias(config: ModelConfig) -> dict[str, jax.Array]:
@@ -122,5 +121,5 @@ def apply(
         return w if "norm" in path[-1].key or path[-1].key == "router_DE" else w.astype(config.dtype)
 
     graphdef, state = _structure(config)
-    filled = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(jax.tree.map_with_path(cast, params)))
-    return nnx.merge(graphdef, filled)(router_bias, tokens_BT, segments_BT, positions_BT)
+    model = fill(graphdef, state, jax.tree.map_with_path(cast, params))
+    return model(router_bias, tokens_BT, segments_BT, positions_BT)

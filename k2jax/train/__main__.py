@@ -1,0 +1,97 @@
+"""`python -m k2jax.train PRESET [--FIELD VALUE ...]`: trains the run that a preset describes, with fields changed.
+
+PRESET is a module with a function `config()`, such as `configs.tiny`. The same command goes on with what it finds in --out.
+"""
+
+import contextlib
+import importlib
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+from k2jax.config import RunConfig
+
+USAGE = "usage: python -m k2jax.train PRESET [--FIELD VALUE ...]; PRESET is a module with config(), such as configs.tiny"
+
+
+class UsageError(Exception):
+    """A wrong command line, in one sentence."""
+
+
+def parse(arguments: Sequence[str]) -> RunConfig:
+    """The config of a command line. Raises UsageError; `--help` prints every field with its meaning and exits."""
+    arguments = list(arguments)
+    if not arguments:
+        raise UsageError(USAGE)
+    preset = RunConfig() if arguments[0] in ("-h", "--help") else _preset(arguments.pop(0))
+    shown = io.StringIO()
+    try:
+        # Errors are boxes for the eye: they are caught, and said in a sentence. Help goes to stdout as it is.
+        with contextlib.redirect_stderr(shown):
+            return tyro.cli(RunConfig, prog="python -m k2jax.train PRESET", description=__doc__, default=preset, args=arguments)
+    except SystemExit as end:
+        if end.code:
+            raise UsageError(_sentence(shown.getvalue())) from None
+        raise
+
+
+def _preset(name: str) -> RunConfig:
+    if name.startswith("-"):
+        raise UsageError(f"the first argument must be a preset; got {name}. {USAGE}")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the preset is there, something that it needs is not
+        raise UsageError(f"there is no preset {name!r}{_others(name)}") from None
+    if not callable(getattr(module, "config", None)):
+        raise UsageError(f"a preset must have a function config(); {name!r} has none{_others(name)}")
+    return module.config()
+
+
+def _others(name: str) -> str:
+    folder = importlib.import_module("configs").__path__
+    found = sorted(p.stem for root in folder for p in Path(root).glob("*.py") if p.stem != "__init__")
+    return f"; there are {', '.join(f'configs.{p}' for p in found)}"
+
+
+def _sentence(box: str) -> str:
+    """The message in tyro's box, without its frame, advice and pointers."""
+    lines = [line.strip(" │|") for line in box.splitlines() if not line.startswith(("╭", "╰", "+"))]
+    rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")]
+    message = " ".join(lines[: rules[0]] if rules else lines).strip()
+    names = [line.split(" ")[0] for line in lines[rules[0] :] if line.startswith("--")] if rules else []
+    near = f"; near are {', '.join(dict.fromkeys(names))}" if names and message.startswith("Unrecognized") else ""
+    return message.rstrip(".") + near
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit code: 0, 1 for a run that failed, 2 for a wrong command or config."""
+    try:
+        config = parse(sys.argv[1:] if arguments is None else arguments)
+    except (UsageError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    from k2jax.allocator import keep_freed_memory
+
+    keep_freed_memory()  # before jax allocates
+    from k2jax.train.folder import Refused
+    from k2jax.train.loop import Diverged, train
+
+    try:
+        train(config)
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, Diverged) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

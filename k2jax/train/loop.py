@@ -1,0 +1,306 @@
+"""A whole run from a config: data, compilation, steps, validation, checkpoints, result."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from k2jax.allocator import keep_freed_memory
+from k2jax.config import RunConfig, to_dict
+from k2jax.data.corpora import Corpus, prepare
+from k2jax.data.pipeline import Batches, heldout_batches, timed, train_batches
+from k2jax.train import diagnostics, folder, metrics
+from k2jax.train.checkpoint import Checkpoints
+from k2jax.train.display import Display
+from k2jax.train.folder import DiskFull, Refused, Result, is_full
+from k2jax.train.step import TrainState, abstract_state, init_state, make_eval, make_step
+
+PARTS = ("start", "data", "compile", "step", "evaluate", "checkpoint")  # of the time a run takes
+
+
+class Stopped(SystemExit):
+    """A signal ended the run in good order; the exit code is the shell's for that signal."""
+
+
+class Diverged(RuntimeError):
+    """Too many steps in a row had a gradient that was not finite."""
+
+
+def train(config: RunConfig, *, show_progress: bool = True) -> Result:
+    """Trains, or goes on training, the run that `config` describes, in the folder `config.out`.
+
+    The folder gets `config.json`, `metrics.jsonl`, TensorBoard events, checkpoints and at the end `result.json`. A run that
+    has ended is read and not run again. One that was killed goes on from its last checkpoint and ends with the same bits.
+
+    Raises:
+      Refused: the folder holds something else or another run; the corpus, the checkpoint or the data do not fit the config.
+      DiskFull: the last checkpoint is whole.
+      Diverged: `optim.max_skips` gradients in a row were not finite.
+      Stopped: SIGTERM or SIGINT arrived; a checkpoint was saved (in the main thread alone).
+    """
+    clock = Clock()
+    folder.check(config)
+    display = Display(config, show=show_progress)
+    if result := folder.read_result(config):
+        display.say(f"this run has ended: {config.out / 'result.json'} is read, not run again")
+        display.table(result)
+        return result
+    keep_freed_memory()
+    _keep_programs(config)
+    try:
+        with folder.claim(config), _signals() as stop, contextlib.closing(Checkpoints(config.out / "checkpoints")) as saved:
+            session = _set_up(config, saved, display, clock)
+            with display, contextlib.closing(session.log), contextlib.closing(session.batches):
+                stop.graceful = True
+                _run(session, stop)
+                result = _finish(session)
+    except Exception as error:
+        if isinstance(error, DiskFull) or not is_full(error):
+            raise
+        intact = Checkpoints(config.out / "checkpoints").intact
+        raise DiskFull(f"no space is left to write in {config.out}; {intact}; free some and run the same command") from error
+    display.table(result)
+    return result
+
+
+class Clock:
+    """Wall time by what it went into."""
+
+    def __init__(self):
+        self.seconds, self._last = dict.fromkeys(PARTS, 0.0), time.perf_counter()
+
+    def lap(self, part: str) -> float:
+        """Counts the time since the last lap as `part`'s; returns it."""
+        now = time.perf_counter()
+        spent, self._last = now - self._last, now
+        self.seconds[part] += spent
+        return spent
+
+    def move(self, seconds: float, source: str, to: str) -> None:
+        """Counts time that one part was given as another's."""
+        self.seconds[source] -= seconds
+        self.seconds[to] += seconds
+
+
+class _Pending(NamedTuple):
+    """A step under way, whose metrics are fetched once the next one is dispatched, so that the device never waits."""
+
+    number: int
+    metrics: dict
+    data_wait: float
+
+
+@dataclass
+class _Session:
+    """One process's share of a run."""
+
+    config: RunConfig
+    corpus: Corpus
+    state: TrainState
+    batches: Batches
+    heldout: dict[str, list[dict]]
+    step: jax.stages.Compiled
+    evaluate: jax.stages.Compiled
+    log: metrics.Log
+    saved: Checkpoints
+    display: Display
+    clock: Clock
+    first: int  # steps of earlier sessions
+
+
+def _set_up(config: RunConfig, saved: Checkpoints, display: Display, clock: Clock) -> _Session:
+    display.plan()
+    clock.lap("start")
+    with _refusing():
+        corpus, batches, heldout = _data(config, display)
+    clock.lap("data")
+    step, evaluate = _compile(config)
+    clock.lap("compile")
+
+    if (first := saved.latest) is None:
+        state, first = init_state(config), 0
+    else:
+        state, position, seconds = saved.restore(config)
+        with _refusing():
+            batches.set_state(position)
+        for part, spent in seconds.items():
+            clock.seconds[part] += spent
+        display.say(f"going on after step {first:,} of {config.steps:,}")
+    log = metrics.Log(config.out, first)
+    clock.lap("start")
+    return _Session(config, corpus, state, batches, heldout, step, evaluate, log, saved, display, clock, first)
+
+
+def _data(config: RunConfig, display: Display) -> tuple[Corpus, Batches, dict[str, list[dict]]]:
+    """The corpus, its training batches and the held-out batches of each domain of the mixture."""
+    corpus = prepare(config.data, console=display.console)
+    if corpus.tokenizer.n_words > config.model.n_words:
+        raise Refused(
+            f"the tokenizer's vocabulary must fit the model's n_words={config.model.n_words}; "
+            f"{config.data.tokenizer!r} has {corpus.tokenizer.n_words} words"
+        )
+    shape = {"batch": config.batch, "seq_len": config.seq_len}
+    batches = train_batches(corpus, config.data, **shape, seed=config.data_seed)
+    domains = [domain for domain, weight in config.data.mixture.items() if weight > 0]
+    return corpus, batches, {d: heldout_batches(corpus, d, **shape, count=config.eval_batches) for d in domains}
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Names what the user's input is at fault for; errors elsewhere are ours and keep their traceback."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise Refused(str(error)) from error
+
+
+def _compile(config: RunConfig) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+    state = abstract_state(config)
+    ids = jax.ShapeDtypeStruct((config.batch, config.seq_len + 1), np.int32)
+    batch = {"tokens_BT": ids, "segments_BT": ids, "positions_BT": ids}
+    total_tokens = jax.ShapeDtypeStruct((), np.float32)
+    step = make_step(config).lower(state, batch, total_tokens).compile()
+    return step, make_eval(config).lower(state.params, state.router_bias, batch).compile()
+
+
+def _keep_programs(config: RunConfig) -> None:
+    """Compiled programs outlive the process, beside the prepared data, unless the user has chosen a place for them."""
+    if jax.config.jax_compilation_cache_dir is None:
+        from jax.experimental.compilation_cache import compilation_cache
+
+        jax.config.update("jax_compilation_cache_dir", str(config.data.cache.expanduser() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        compilation_cache.reset_cache()  # what has compiled before in this process settled that there is none
+
+
+def _run(session: _Session, stop: "_Stop") -> None:
+    """Steps until the end or a signal; afterwards every row is written and the last state saved."""
+    config, pending, total_tokens = session.config, None, np.float32(session.config.tokens)
+    stream = timed(session.batches)
+    for number in range(session.first + 1, config.steps + 1):
+        batch, wait = next(stream)
+        session.state, out = session.step(session.state, batch, total_tokens)
+        if pending is not None:
+            _record(session, pending)
+        pending = _Pending(number, out, wait)
+        stopped, last = stop.received, number == config.steps  # read once: a signal may arrive at any line
+        save = last or stopped or _due(config.checkpoint_every, number)
+        evaluate = last or _due(config.eval_every, number)
+        if save or evaluate:
+            # Evaluated, logged, saved, in this order: no checkpoint is ahead of its log.
+            _record(session, pending, evaluate=evaluate)
+            pending = None
+        if save:
+            _save(session)
+        if stopped and not last:
+            session.saved.wait()
+            session.display.say(f"stopped by {stopped.name} after step {number:,}; the same command goes on from there")
+            raise Stopped(128 + stopped)
+
+
+def _due(every: int, number: int) -> bool:
+    return every > 0 and number % every == 0
+
+
+def _record(session: _Session, pending: _Pending, evaluate: bool = False) -> None:
+    """Fetches a step's metrics, logs them, and stops a run that has diverged."""
+    config, clock = session.config, session.clock
+    values = jax.device_get(pending.metrics)
+    seconds = clock.lap("step")
+    clock.move(pending.data_wait, "step", "data")
+    row = metrics.row(config, pending.number, values, seconds, pending.data_wait)
+    if evaluate:
+        row["val_loss_by_domain"] = _validate(session)
+        row["val_loss"] = _mean(config, row["val_loss_by_domain"])
+        clock.lap("evaluate")
+    session.log.write(row, values["max_logit_LH"] if evaluate else None)
+    session.display.step(row)
+    if int(values["skips"]) >= config.optim.max_skips:
+        raise Diverged(
+            f"the gradient was not finite in {int(values['skips'])} steps in a row (optim.max_skips), the last at step "
+            f"{pending.number}; the weights are those of step {pending.number - int(values['skips'])}. "
+            f"A lower optim.learning_rate may help; {config.out / 'metrics.jsonl'} has every step"
+        )
+
+
+def _validate(session: _Session) -> dict[str, float]:
+    """Next-token loss of each domain's held-out batches, nats. Reads the state and nothing else."""
+    state, losses = session.state, {}
+    for domain, batches in session.heldout.items():
+        sums = jax.device_get([session.evaluate(state.params, state.router_bias, batch) for batch in batches])
+        losses[domain] = sum(float(nll) for nll, _ in sums) / max(sum(int(count) for _, count in sums), 1)
+    return losses
+
+
+def _mean(config: RunConfig, by_domain: dict[str, float]) -> float:
+    """Mean over domains, weighted as the mixture is."""
+    mixture = config.data.mixture
+    return sum(mixture[d] * loss for d, loss in by_domain.items()) / sum(mixture[d] for d in by_domain)
+
+
+def _save(session: _Session) -> None:
+    session.log.sync()
+    session.saved.save(session.config, session.state, session.batches.get_state(), session.clock.seconds)
+    session.clock.lap("checkpoint")
+
+
+def _finish(session: _Session) -> Result:
+    config, corpus = session.config, session.corpus
+    session.saved.wait()
+    session.clock.lap("checkpoint")
+    rows = metrics.read(config.out / "metrics.jsonl")
+    last, recent = rows[-1], [r["loss"] for r in rows[-20:] if r["loss"] is not None]
+    result = Result(
+        steps=config.steps,
+        tokens=config.tokens,
+        train_loss=sum(recent) / max(len(recent), 1),
+        val_loss=last["val_loss"],
+        val_loss_by_domain=last["val_loss_by_domain"],
+        tokens_per_second=config.tokens / max(session.clock.seconds["step"], 1e-9),
+        seconds=session.clock.seconds,
+        skipped_steps=last["skips_total"],
+        spikes=[spike._asdict() for spike in diagnostics.find_spikes([r["loss"] for r in rows])],
+        warnings=diagnostics.diagnose(config, rows),
+        heads={"total": last["heads"], "clipped": last["heads_ever_clipped"], "last_step": last["last_clip_step"]},
+        corpus={"tier": corpus.tier, "sha256": corpus.sha256, "tokens": corpus.tokens},
+        config=to_dict(config),
+    )
+    folder.finish(config, result)
+    return result
+
+
+@dataclass
+class _Stop:
+    """Whether a signal has asked the run to end; before the first step there is nothing to save and it ends at once."""
+
+    received: signal.Signals | None = None
+    graceful: bool = False
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Stop]:
+    """Turns the first SIGTERM or SIGINT into a request; the second has its usual effect."""
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread can handle signals
+        return
+
+    def handle(number, _frame):
+        stop.received = signal.Signals(number)
+        for n, handler in before.items():
+            signal.signal(n, handler)
+        if not stop.graceful:
+            raise Stopped(128 + number)
+
+    before = {n: signal.signal(n, handle) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)

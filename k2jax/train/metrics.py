@@ -1,0 +1,129 @@
+"""What a run reports: one line a step in `metrics.jsonl`, never averaged, and the same numbers as TensorBoard events."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tensorboardX
+
+from k2jax.config import RunConfig
+from k2jax.scaling.flops import training_flops
+
+
+def row(config: RunConfig, step: int, metrics: dict, seconds: float, data_wait: float) -> dict:
+    """A step's line: plain numbers and lists, None where a number is not finite.
+
+    Lists go by layer within a stack ("dense", "moe", "mtp").
+
+    Args:
+      metrics: what the step returned, fetched to the host.
+      seconds: wall time of the step, `data_wait` included.
+      data_wait: seconds of it spent waiting for the batch.
+    """
+    tokens_per_second = config.batch * config.seq_len / max(seconds, 1e-9)
+    fired, last = _all_heads(metrics["fired_LH"]), _all_heads(metrics["last_fired_LH"])
+    return {
+        "step": step,
+        "tokens": step * config.batch * config.seq_len,
+        "loss": _number(metrics["loss"]),  # next token, nats: what the validation loss compares with
+        "mtp_loss": _number(metrics["mtp_loss"]) if config.model.n_mtp else None,
+        "balance_loss": _number(metrics["balance_loss"]),
+        "total_loss": _number(metrics["total_loss"]),  # what is differentiated
+        "learning_rate": _number(metrics["learning_rate"]),
+        "grad_norm": _number(metrics["grad_norm"]),  # before it is clipped
+        "update_rms": _number(metrics["update_rms"]),  # of the change of the weights, all of them together
+        "skipped": int(metrics["skips"]) > 0,
+        "skips_total": int(metrics["skips_total"]),
+        "max_logit": {stack: [_number(x) for x in s.max(-1)] for stack, s in metrics["max_logit_LH"].items()},
+        "heads": int(last.size),
+        "heads_clipped": int(fired.sum()),
+        "heads_ever_clipped": int((last > 0).sum()),
+        "heads_ever_clipped_share": float((last > 0).mean()),
+        "last_clip_step": int(last.max()) or None,
+        "load_imbalance": {stack: load_imbalance(load) for stack, load in metrics["load_LE"].items()},
+        "idle_experts": {stack: (load == 0).sum(-1).tolist() for stack, load in metrics["load_LE"].items()},
+        "seconds": seconds,
+        "data_wait": data_wait,
+        "tokens_per_second": tokens_per_second,
+        "flops_per_second": tokens_per_second * training_flops(config.model, config.seq_len).total,
+    }
+
+
+def load_imbalance(load_LE: np.ndarray) -> list[float]:
+    """Largest over mean load of the experts, by layer; 1 is perfect balance."""
+    load = np.asarray(load_LE, np.float64)
+    return (load.max(-1) / np.maximum(load.mean(-1), 1e-9)).tolist()
+
+
+def _all_heads(by_stack: dict) -> np.ndarray:
+    return np.concatenate([np.asarray(x).reshape(-1) for x in by_stack.values()])
+
+
+def _number(x) -> float | None:
+    return float(x) if math.isfinite(x) else None
+
+
+class Log:
+    """Writes the rows. Opened for a run that goes on from `step`, it first drops what was logged beyond."""
+
+    def __init__(self, folder: Path, step: int):
+        truncate(folder / "metrics.jsonl", step)
+        self._file = (folder / "metrics.jsonl").open("a")
+        # Events of steps from here on that a killed session may have left are hidden by TensorBoard.
+        self._events = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, max_queue=100)
+
+    def write(self, row: dict, max_logit_LH: dict[str, np.ndarray] | None = None) -> None:
+        """Appends a row; the largest logits, if given, become one histogram over heads a stack."""
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        for name, value in scalars(row):
+            self._events.add_scalar(name, value, row["step"])
+        for stack, values in (max_logit_LH or {}).items():
+            self._events.add_histogram(f"max_logit_of_heads/{stack}", np.asarray(values).reshape(-1), row["step"])
+
+    def sync(self) -> None:
+        """Puts what was written on the disk, so that no checkpoint is ahead of its log."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Ends both files."""
+        self._file.close()
+        self._events.close()
+
+
+def scalars(value, name: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in a nest of dicts and lists, under names like `max_logit/moe/0`."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from scalars(inner, f"{name}/{key}" if name else key)
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from scalars(inner, f"{name}/{i}")
+    elif value is not None:
+        yield name, float(value)
+
+
+def read(path: Path) -> list[dict]:
+    """The rows of a `metrics.jsonl`, without a last line that a kill cut off."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def truncate(path: Path, step: int) -> None:
+    """Keeps the rows up to `step` alone."""
+    if not path.exists():
+        return
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(json.dumps(r) + "\n" for r in read(path) if r["step"] <= step))
+    partial.replace(path)
