@@ -81,7 +81,7 @@ def plan(options: Options) -> list[Run]:
     """Every run of the sweep; seeds change weights and data order alike, sparsities neither's."""
     runs = []
     for rung in range(len(ladder.RUNGS[options.preset])):
-        for sparsity in ladder.SPARSITIES:
+        for sparsity in ladder.SPARSITIES[options.preset]:
             for seed in range(options.n_seeds):
                 base = ladder.config(sparsity, options.preset, rung)
                 name = f"rung{rung}_sparsity{sparsity}_seed{seed}"
@@ -298,7 +298,7 @@ def _print_plan(options: Options, runs, corpus, slots, console: Console) -> None
                 f"{run.config.tokens * per_token.total:.2e}",
                 f"{per_token.router / per_token.total:.0%}",
                 f"{estimate_seconds(run.config):.0f} s",
-                end_section=run.sparsity == ladder.SPARSITIES[-1],
+                end_section=run.sparsity == ladder.SPARSITIES[options.preset][-1],
             )
     console.print(table)
     minutes = sum(estimate_seconds(run.config) for run in runs) / len(slots) / 60

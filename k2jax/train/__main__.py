@@ -59,13 +59,15 @@ def _others(name: str) -> str:
 
 
 def _sentence(box: str) -> str:
-    """The message in tyro's box, without its frame, advice and pointers."""
-    lines = [line.strip(" │|") for line in box.splitlines() if not line.startswith(("╭", "╰", "+"))]
-    rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")]
-    message = " ".join(lines[: rules[0]] if rules else lines).strip()
-    names = [line.split(" ")[0] for line in lines[rules[0] :] if line.startswith("--")] if rules else []
-    near = f"; near are {', '.join(dict.fromkeys(names))}" if names and message.startswith("Unrecognized") else ""
-    return message.rstrip(".") + near
+    """The message in tyro's box, without title, frame and pointers; the names that it proposes at the end."""
+    lines = [line.strip(" │╭╮╰╯") for line in box.splitlines()]
+    lines = [line for line in lines if line][1:]  # the first is the title
+    rules = [i for i, line in enumerate(lines) if not line.strip("─-")] + [len(lines)]
+    sections = [lines[i + 1 : j] for i, j in zip([-1, *rules], rules, strict=False)]
+    message, *more = [section for section in sections if section]
+    names = [line.split(" ")[0] for section in more for line in section if line.startswith("--")]
+    near = f"; near are {', '.join(dict.fromkeys(names))}" if names and more[0][0].startswith("Perhaps") else ""
+    return " ".join(message).rstrip(".") + near
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

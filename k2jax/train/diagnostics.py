@@ -7,7 +7,8 @@ import numpy as np
 
 from k2jax.config import RunConfig
 
-WINDOW = 64  # steps whose losses tell what to expect of the next
+WINDOW = 64  # steps whose losses tell the noise
+LEVEL = 9  # steps whose median is what to expect of the next: few, so that a falling loss is not far below it
 WARM = 16  # steps before there is enough to tell
 Z = 7.0  # robust standard deviations above the expected loss; one in 1e11 for normal noise
 FLOOR = 2e-3  # least standard deviation, as a share of the loss: a noiseless curve has no spikes at rounding
@@ -25,8 +26,9 @@ class Spike(NamedTuple):
 def find_spikes(losses: Sequence[float | None]) -> list[Spike]:
     """Finds the spikes in the unsmoothed losses of steps 1, 2, ...; None or nan is a step whose loss was not finite.
 
-    The expected loss is the median of the last `WINDOW` losses that were no spike, the noise the median absolute difference of
-    successive ones, which a trend does not inflate. A falling loss lies below its past median, so decay cannot raise a flag.
+    The expected loss is the median of the last `LEVEL` losses that were no spike; the noise comes from the median absolute
+    deviation of successive differences over `WINDOW`, which a trend does not inflate. A falling loss lies below its past
+    median, so decay cannot raise a flag.
     """
     values = np.array([np.nan if x is None else x for x in losses], np.float64)
     scores = np.full(len(values), -np.inf)
@@ -43,8 +45,10 @@ def find_spikes(losses: Sequence[float | None]) -> list[Spike]:
 
 
 def _score(value: float, past: np.ndarray) -> float:
-    level = np.median(past)
-    noise = np.median(np.abs(np.diff(past))) / (0.6745 * np.sqrt(2))  # a difference of two has sqrt(2) the deviation
+    level = np.median(past[-LEVEL:])
+    change = np.diff(past)
+    deviation = np.median(np.abs(change - np.median(change))) / 0.6745  # of a normal distribution with that median
+    noise = deviation / np.sqrt(2)  # a change is the difference of two losses
     return float((value - level) / max(noise, FLOOR * abs(level), 1e-12))
 
 
@@ -81,7 +85,7 @@ def diagnose(config: RunConfig, rows: Sequence[dict]) -> list[str]:
         layer = int(worst.argmax())
         if worst[layer] > 4:
             found.append(
-                f"layer {layer} of {stack} is out of balance: its busiest expert has {worst[layer]:.1f} times the mean"
+                f"layer {layer} of {stack} is unbalanced: its busiest expert has {worst[layer]:.1f} times the mean load"
             )
         if idle.max():
             layer = int(idle.argmax())

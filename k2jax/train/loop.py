@@ -55,7 +55,11 @@ def train(config: RunConfig, *, show_progress: bool = True) -> Result:
     _keep_programs(config)
     try:
         with folder.claim(config), _signals() as stop, contextlib.closing(Checkpoints(config.out / "checkpoints")) as saved:
-            session = _set_up(config, saved, display, clock)
+            try:
+                session = _set_up(config, saved, display, clock)
+            except Stopped:
+                display.say(f"stopped by {stop.received.name} before the first step")
+                raise
             with display, contextlib.closing(session.log), contextlib.closing(session.batches):
                 stop.graceful = True
                 _run(session, stop)

@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from k2jax.config import ModelConfig
 from k2jax.model import transformer
 
-Batch = dict[str, jax.Array | np.ndarray]  # tokens_BT, segments_BT, positions_BT: int32 [batch, seq_len + 1]
+Batch = dict[str, jax.Array]  # tokens_BT, segments_BT, positions_BT: int32 [batch, seq_len + 1]
 
 
 class Counts(NamedTuple):

@@ -65,7 +65,7 @@ def make_step(config: RunConfig) -> Callable[[TrainState, Batch, jax.Array], tup
         tokens = number.astype(jnp.float32) * (config.batch * config.seq_len)
         rate = learning_rate(optim, tokens, total_tokens)
         grads, parts, total = gradients(config, state.params, state.router_bias, batch)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(total)
 
         updates, opt_state = optimizer.update(
@@ -91,7 +91,7 @@ def make_step(config: RunConfig) -> Callable[[TrainState, Batch, jax.Array], tup
             "total_loss": total,
             "learning_rate": rate,
             "grad_norm": grad_norm,
-            "update_rms": optax.global_norm(updates) / sum(p.size for p in jax.tree.leaves(params)) ** 0.5,
+            "update_rms": optax.tree.norm(updates) / sum(p.size for p in jax.tree.leaves(params)) ** 0.5,
             "max_logit_LH": parts.max_logit_LH,
             "load_LE": parts.load_LE,
             "fired_LH": jax.tree.map(lambda fired: fired & finite, fired_LH),
@@ -123,10 +123,11 @@ def gradients(config: RunConfig, params: dict, router_bias: dict, batch: Batch) 
         grads, parts, total = of_part(part)
         return (jax.tree.map(jnp.add, carry[0], grads), combine(carry[1], parts), carry[2] + total), None
 
-    # The first part starts the sums: a maximum has no neutral element among what a forward pass may observe.
     split = jax.tree.map(lambda a: a.reshape(n, -1, a.shape[-1]), batch)
-    first = of_part(jax.tree.map(lambda a: a[0], split))
-    return lax.scan(add_part, first, jax.tree.map(lambda a: a[1:], split))[0]
+    one = jax.eval_shape(of_part, jax.tree.map(lambda a: a[0], split))
+    grads, parts, total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)
+    lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), parts.max_logit_LH)
+    return lax.scan(add_part, (grads, parts._replace(max_logit_LH=lowest), total), split)[0]
 
 
 def make_eval(config: RunConfig) -> Callable[[dict, dict, Batch], tuple[jax.Array, jax.Array]]:

@@ -12,7 +12,9 @@ def dense_attention(q, k, v, segments, scale):
     k, v = (jnp.repeat(x, heads_a_group, axis=2) for x in (k, v))
     s = jnp.einsum("bthx,bshx->bhts", q, k, precision="highest") * scale
     T = q.shape[1]
-    allowed = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0) & jnp.tril(jnp.ones((T, T), bool))[None]
+    allowed = (
+        (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0) & jnp.tril(jnp.ones((T, T), bool))[None]
+    )
     s = jnp.where(allowed[:, None], s, -jnp.inf)
     p = jnp.where(allowed[:, None], jax.nn.softmax(s, axis=-1), 0)
     return jnp.einsum("bhts,bshv->bthv", p, v, precision="highest"), s.max((0, 2, 3))

@@ -20,7 +20,8 @@ def routed(config, x_BTD, router_DE, bias_E=None, real_BT=None):
 
 def test_router_matches_its_formula_token_by_token():
     x, router, bias = (
-        jax.random.normal(k, s) for k, s in zip(jax.random.split(jax.random.key(0), 3), [(2, 5, 8), (8, 12), (12,)], strict=True)
+        jax.random.normal(k, s)
+        for k, s in zip(jax.random.split(jax.random.key(0), 3), [(2, 5, 8), (8, 12), (12,)], strict=True)
     )
     routing = routed(SMALL, x, router, bias)
     scores = 1 / (1 + np.exp(-np.asarray(x.reshape(10, 8), np.float64) @ np.asarray(router, np.float64)))

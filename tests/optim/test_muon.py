@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,4 +165,4 @@ def test_wrong_leaves_are_named():
         with pytest.raises(ValueError, match=words):
             scale_by_muon(OptimConfig()).init(tree)
     with pytest.raises(ValueError, match="dense/k_rope_DR is missing"):
-        scale_by_muon(replace(OptimConfig(), split="joint")).init({"dense": {"kv_down_DC": jnp.ones((4, 4))}})
+        scale_by_muon(OptimConfig(split="joint")).init({"dense": {"kv_down_DC": jnp.ones((4, 4))}})

@@ -2,10 +2,12 @@ import random
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from k2jax.config import AttentionConfig, DataConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, ScheduleConfig
+from k2jax.train.step import init_state
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,15 +40,15 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
-def small(texts, cache, tmp_path):
-    """A run of seconds: one layer with experts, bytes, 12 steps."""
+@pytest.fixture(scope="session")
+def base(texts, cache):
+    """A run of seconds: one layer with experts, bytes, 12 steps of two microbatches, a threshold at which the clip fires."""
     attention = AttentionConfig(n_heads=2, n_kv_heads=2, q_rank=8, kv_rank=8, d_nope=8, d_rope=8, d_value=8, block=32)
     return RunConfig(
-        out=tmp_path / "run",
         steps=12,
         batch=4,
         seq_len=32,
+        microbatches=2,
         eval_every=5,
         eval_batches=2,
         checkpoint_every=5,
@@ -63,11 +65,26 @@ def small(texts, cache, tmp_path):
             attention=attention,
             moe=MoEConfig(n_experts=4, n_active=2, d_expert=8, routed_scale=1.0),
         ),
-        optim=OptimConfig(learning_rate=1e-2, schedule=ScheduleConfig(warmup=5.0, stable=55.0, decay=40.0, anneal=0.0)),
+        optim=OptimConfig(
+            learning_rate=1e-2, qk_tau=0.03, schedule=ScheduleConfig(warmup=5.0, stable=55.0, decay=40.0, anneal=0.0)
+        ),
         data=DataConfig(
             corpus=str(texts), tokenizer="byte", web=0.7, code=0.0, math=0.3, knowledge=0.0, heldout=0.1, cache=cache
         ),
     )
+
+
+@pytest.fixture
+def small(base, tmp_path):
+    """The same in a folder of its own."""
+    return replace(base, out=tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def fresh_state(base):
+    """Makes the state before the first step of `base`; each call a new one, since a step consumes its state."""
+    state = jax.tree.map(np.array, init_state(base))
+    return lambda: jax.tree.map(jnp.array, state)
 
 
 @pytest.fixture

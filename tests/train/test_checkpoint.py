@@ -10,7 +10,6 @@ import pytest
 from k2jax.train import checkpoint
 from k2jax.train.checkpoint import Checkpoints
 from k2jax.train.folder import DiskFull, Refused
-from k2jax.train.step import init_state
 
 
 @pytest.fixture
@@ -21,8 +20,8 @@ def saved(tmp_path):
 
 
 @pytest.fixture
-def state(small):
-    return init_state(small)
+def state(fresh_state):
+    return fresh_state()
 
 
 def at(state, step):

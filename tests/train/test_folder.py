@@ -19,7 +19,7 @@ def test_the_same_run_may_come_back_and_other_ways_of_reporting_may_differ(small
     [
         (lambda c: replace(c, steps=13), "steps: 12 != 13"),
         (lambda c: replace(c, model=replace(c.model, d_model=32)), "model.d_model: 16 != 32"),
-        (lambda c: replace(c, optim=replace(c.optim, qk_tau=30.0)), "optim.qk_tau: 100.0 != 30.0"),
+        (lambda c: replace(c, optim=replace(c.optim, qk_tau=30.0)), "optim.qk_tau: 0.03 != 30.0"),
     ],
 )
 def test_a_folder_of_another_run_is_refused_by_the_field_that_differs(small, change, named):

@@ -78,7 +78,7 @@ def test_targets_are_of_the_same_document():
 
 
 def test_position_i_predicts_token_i_plus_1_and_its_mtp_state_token_i_plus_2(small, make_batch, monkeypatch):
-    batch, W = make_batch(0, 3, 17, n_words=30), 30
+    batch, W = jax.tree.map(jnp.asarray, make_batch(0, 3, 17, n_words=30)), 30
     one_hot = 100 * jax.nn.one_hot(jnp.pad(batch["tokens_BT"], ((0, 0), (0, 1))), W)
     aux = transformer.Aux({}, {}, jnp.zeros(()))
 
