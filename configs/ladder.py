@@ -41,7 +41,7 @@ def _large(d_model: int, n_layers: int, batch: int, steps: int) -> Rung:
 # experts forbids fewer. `default` fills a quarter of an hour on two cores of 35 GFLOP/s each.
 RUNGS = {
     "smoke": (_small(10), _small(20), _small(40)),
-    "default": (_small(120), _small(240), _small(480)),
+    "default": (_small(60), _small(180), _small(540)),
     "full": (_large(96, 3, 16, 900), _large(128, 3, 32, 700), _large(128, 4, 32, 1050), _large(192, 4, 64, 760)),
 }
 SEEDS = {"smoke": 1, "default": 1, "full": 2}

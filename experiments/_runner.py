@@ -25,10 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from k2jax.config import RunConfig, from_dict, to_dict
+from k2jax.scaling.flops import count_params, training_flops
 from k2jax.train import folder
 from k2jax.train.folder import Result
 
@@ -136,6 +138,31 @@ def finished(config: RunConfig) -> Result | None:
     """The result in the run's folder, None while it is to do; ValueError, naming the field, if it is another run's folder."""
     folder.check(config)
     return folder.read_result(config)
+
+
+def estimate_seconds(config: RunConfig, rate: float) -> float:
+    """About how long a run takes on one core; accelerators take less in much the same proportions.
+
+    Newton-Schulz costs some 20 * d_expert FLOPs a weight and step, whatever the tokens.
+
+    Args:
+      rate: FLOPs a second in training.
+    """
+    per_token = training_flops(config, config.seq_len).total
+    newton_schulz = 20 * config.model.moe.d_expert * count_params(config).total
+    validation = 4 * config.eval_batches * config.batch * config.seq_len * per_token / 3
+    return 15 + (config.tokens * per_token + config.steps * newton_schulz + validation) / rate
+
+
+def training_rate() -> float:
+    """FLOPs a second of training on one core here: about 0.55 of what products of small matrices reach."""
+    a = np.ones((256, 64, 64), np.float32)  # small enough that numpy keeps to one thread
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        a @ a
+        seconds.append(time.process_time() - start)
+    return 0.55 * 256 * 2 * 64**3 / max(min(seconds), 1e-4)
 
 
 def program_of(config: RunConfig) -> str:

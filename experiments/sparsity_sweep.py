@@ -91,17 +91,6 @@ def plan(options: Options) -> list[Run]:
     return runs
 
 
-def estimate_seconds(config: RunConfig) -> float:
-    """About how long a run takes on one core of a server of 2025; accelerators take less in the same proportions.
-
-    Newton-Schulz costs some 20 * d_expert FLOPs a weight and step, whatever the tokens.
-    """
-    per_token = flops.training_flops(config, config.seq_len).total
-    newton_schulz = 20 * config.model.moe.d_expert * flops.count_params(config).total
-    validation = 4 * config.eval_batches * config.batch * config.seq_len * per_token / 3
-    return 10 + (config.tokens * per_token + config.steps * newton_schulz + validation) / 50e9
-
-
 def row(run: Run, outcome: _runner.Outcome) -> dict:
     """The line of `runs.jsonl`. `seconds` is the training loop's; losses are in nats a token."""
     config, result = run.config, outcome.result
@@ -154,13 +143,18 @@ def _mark(options: Options, corpus_sha256: str | None) -> dict:
     return mark | {"corpus_sha256": corpus_sha256}
 
 
-def train_all(options: Options, runs: Sequence[Run], console: Console) -> tuple[list[dict], list[str]]:
-    """Trains what is not trained yet. Returns the rows of `runs.jsonl` and the errors of failed runs."""
+def train_all(
+    options: Options, runs: Sequence[Run], seconds: dict[str, float], console: Console
+) -> tuple[list[dict], list[str]]:
+    """Trains what is not trained yet, given the expected seconds of each run by its name.
+
+    Returns the rows of `runs.jsonl` and the errors of failed runs.
+    """
     path = options.folder / "runs.jsonl"
     rows = {r["name"]: r for r in _record.read_lines(path)}
     write(path, "".join(json.dumps(r) + "\n" for r in rows.values()))  # without a line that was cut off
     by_name = {run.config.name: run for run in runs}
-    jobs = [_runner.Job(run.config, estimate_seconds(run.config)) for run in runs]
+    jobs = [_runner.Job(run.config, seconds[run.config.name]) for run in runs]
     errors = []
     with contextlib.closing(_runner.run_all(jobs, options.folder, console=console)) as outcomes:
         for outcome in outcomes:
@@ -265,8 +259,10 @@ def main(options: Options) -> int:
     prepared = time.monotonic()
     claim_folder(options, corpus.sha256)
     slots = _runner.find_slots()
-    _print_plan(options, runs, corpus, slots, console)
-    rows, errors = train_all(options, runs, console)
+    rate = _runner.training_rate()
+    seconds = {run.config.name: _runner.estimate_seconds(run.config, rate) for run in runs}
+    _print_plan(options, runs, seconds, corpus, slots, console)
+    rows, errors = train_all(options, runs, seconds, console)
     wall = time.monotonic() - prepared
     if not rows:
         console.print("[red]every run failed")
@@ -282,7 +278,7 @@ def main(options: Options) -> int:
     return bool(errors)
 
 
-def _print_plan(options: Options, runs, corpus, slots, console: Console) -> None:
+def _print_plan(options: Options, runs, seconds, corpus, slots, console: Console) -> None:
     table = Table(title=f"sparsity sweep, {options.preset}: {len(runs)} runs on {len(slots)} slots into {options.folder}")
     for column in ("rung", "sparsity", "parameters", "active", "tokens", "FLOPs", "router's share", "estimate"):
         table.add_column(column, justify="right")
@@ -297,11 +293,11 @@ def _print_plan(options: Options, runs, corpus, slots, console: Console) -> None
                 f"{run.config.tokens / 1e6:.2f}M",
                 f"{run.config.tokens * per_token.total:.2e}",
                 f"{per_token.router / per_token.total:.0%}",
-                f"{estimate_seconds(run.config):.0f} s",
+                f"{seconds[run.config.name]:.0f} s",
                 end_section=run.sparsity == ladder.SPARSITIES[options.preset][-1],
             )
     console.print(table)
-    minutes = sum(estimate_seconds(run.config) for run in runs) / len(slots) / 60
+    minutes = sum(seconds.values()) / len(slots) / 60
     seeds = f"{options.n_seeds} seed{'s' * (options.n_seeds > 1)}"
     console.print(f"corpus {corpus.tier}: {corpus.tokens / 1e6:.1f}M tokens, sha256 {corpus.sha256[:12]}; {seeds} of each run")
     console.print(f"about {minutes:.0f} minutes from nothing; finished runs are read")
@@ -386,7 +382,7 @@ def _difference_as_json(d: laws.Difference) -> dict:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(tyro.cli(Options, description=__doc__)))
+        sys.exit(main(tyro.cli(Options, prog="python -m experiments.sparsity_sweep", description=__doc__)))
     except (ValueError, ImportError, DiskFull) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -86,7 +86,8 @@ def test_ladder_has_k2s_architecture_in_small():
     for sparsity, preset, rung in LADDER:
         model = ladder.config(sparsity, preset, rung).model
         assert model.attention.kind == "mla"
-        assert (model.n_dense, model.moe.n_active, model.moe.n_shared) == (1, 8, 1)
+        assert (model.moe.n_active, model.moe.n_shared) == (8, 1)
+        assert model.n_moe >= 2
         assert model.d_dense == 9 * model.moe.d_expert
         assert model.moe.routed_scale == 0  # 2.827 belongs to 8 of 384 alone
 
