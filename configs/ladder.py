@@ -42,7 +42,7 @@ def _large(d_model: int, n_layers: int, batch: int, steps: int) -> Rung:
 RUNGS = {
     "smoke": (_small(10), _small(20), _small(40)),
     "default": (_small(60), _small(180), _small(540)),
-    "full": (_large(96, 3, 16, 900), _large(128, 3, 32, 700), _large(128, 4, 32, 1050), _large(192, 4, 64, 760)),
+    "full": (_large(64, 3, 16, 300), _large(96, 3, 16, 450), _large(96, 3, 16, 900), _large(128, 3, 16, 1000)),
 }
 SEEDS = {"smoke": 1, "default": 1, "full": 2}
 VALIDATION_TOKENS = 65_536  # of all four domains together, the same for every run

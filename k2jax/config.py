@@ -145,11 +145,11 @@ class ScheduleConfig:
     """Warm-up, stable, decay, anneal (report 2.5). Only the proportions of the four lengths matter: they are stretched
     to the tokens of the run, so K2's are given in tokens and a short run's in hundredths."""
 
-    warmup: float = 500 * 2**26  # linear from 0
-    stable: float = 10e12 - 500 * 2**26  # at the peak
+    warmup: float = 500.0 * 2**26  # linear from 0
+    stable: float = 10e12 - 500.0 * 2**26  # at the peak
     decay: float = 5.5e12  # from the peak to decay_to
     anneal: float = 460e9  # from decay_to to anneal_to, linear; covers annealing and the long-context stage
-    decay_shape: Literal["cosine", "linear"] = "cosine"
+    decay_shape: Literal["cosine", "linear"] = "cosine"  # of the way from the peak to decay_to
     decay_to: float = 0.1  # as a fraction of the peak; 2e-5 of 2e-4
     anneal_to: float = 0.035  # as a fraction of the peak; 7e-6 of 2e-4
 
@@ -172,12 +172,13 @@ class OptimConfig:
     split: Literal["joint", "split", "per_head"] = "split"  # what Muon sees of MLA: released matrices, our parts, each head
     ns_steps: int = 5  # Newton-Schulz iterations
     update_rms: float = 0.2  # Muon's update is scaled by this times sqrt(max(n, m))
-    adam_b1: float = 0.9
-    adam_b2: float = 0.95
-    adam_eps: float = 1e-8
+    adam_b1: float = 0.9  # AdamW's decay of the first moment
+    adam_b2: float = 0.95  # AdamW's decay of the second moment
+    adam_eps: float = 1e-8  # AdamW's epsilon
     clip_norm: float = 1.0  # gradient norm above which the gradient is scaled down; 0 is off
     qk_tau: float = 100.0  # QK-Clip threshold on a head's largest attention logit
     qk_alpha: float = 0.5  # share of a head's clip that goes to the query (nope part)
+    qk_scope: Literal["head", "layer"] = "head"  # layer is the naive clip, for ablation: all heads by the layer's worst
     qk_gqa: Literal["group", "query"] = "group"  # GQA: clip q and k by the group's worst head, or only q by its own
     max_skips: int = 20  # non-finite gradients in a row before training stops
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -224,7 +225,7 @@ class DataConfig:
 class RunConfig:
     """One training run: `python -m k2jax.train PRESET`."""
 
-    name: str = "run"
+    name: str = "run"  # what plots and logs call it
     out: Path = Path("runs/run")  # folder of the results; the same command continues what it holds
     seed: int = 0  # of the weights; data_seed is apart so that models can be compared on the same batches
     data_seed: int = 0  # of the order of the data

@@ -73,7 +73,10 @@ class Transformer(nnx.Module):
             x_BTD, seen["moe"] = run_stack(self.moe, x_BTD, router_bias["moe"], context)
         mtp_BTD = None
         if config.n_mtp:
-            mtp_BTD, seen["mtp"] = self.mtp(x_BTD, embedded_BTD[:, 1:], router_bias["mtp"], context)
+            # At a document's end the next token is another document's: to MTP such a position is padding.
+            same_BT = segments_BT[:, :-1] == segments_BT[:, 1:]
+            inside = context._replace(segments_BT=jnp.where(same_BT, context.segments_BT, 0))
+            mtp_BTD, seen["mtp"] = self.mtp(x_BTD, embedded_BTD[:, 1:], router_bias["mtp"], inside)
         aux = Aux(
             max_logit_LH={name: s["max_logit_LH"] for name, s in seen.items()},
             load_LE={name: s["load_LE"] for name, s in seen.items() if "load_LE" in s},

@@ -22,8 +22,9 @@ def qk_clip(config: OptimConfig, attention: AttentionConfig) -> optax.GradientTr
 
     MLA: q_nope and k_nope share gamma by `qk_alpha`, q_rope takes all of it since k_rope belongs to every head. GQA "group":
     the queries and the key of a group share the gamma of its worst head (MHA is groups of one); "query": each query takes
-    its own gamma and keys stay. A statistic that does not match the attention layers of the tree, one for one and in shape,
-    raises ValueError. Source: K2 report 2.1, algorithm 1; GQA is our extension.
+    its own gamma and keys stay. With `qk_scope` "layer", the naive clip, every head takes its layer's worst. A statistic
+    that does not match the attention layers of the tree, one for one and in shape, raises ValueError. Source: K2 report 2.1,
+    algorithm 1; GQA is our extension.
     """
     powers = _powers(config, attention)
 
@@ -93,6 +94,8 @@ def _statistic(max_logit_LH: Mapping[str, ArrayLike], stack: str, query: tuple[i
 
 def _gammas(config: OptimConfig, logit_LH: Float[Array, "... H"], key_heads: int) -> dict[str, Float[Array, "..."]]:
     """Head letter -> tau / max(tau, S): exactly 1 at or below tau, whatever the sign of S."""
+    if config.qk_scope == "layer":
+        logit_LH = jnp.broadcast_to(logit_LH.max(-1, keepdims=True), logit_LH.shape)
     if config.qk_gqa == "query" or key_heads == logit_LH.shape[-1]:
         gamma = config.qk_tau / jnp.maximum(config.qk_tau, logit_LH)
         return {"H": gamma, "G": gamma}

@@ -88,6 +88,16 @@ def test_mla_scales_a_heads_logits_by_gamma_and_nothing_else(alpha, normal, inpu
         np.testing.assert_allclose(after_params[name], old[name] * gamma[:, None] ** power, rtol=1e-5)
 
 
+def test_the_naive_clip_scales_every_head_of_a_layer_by_its_worst(normal, inputs):
+    params = {"moe": {"attention": normal({name: (2, *shape) for name, shape in MLA_SHAPES.items()}, 0)}}
+    logits = {"moe": np.array([[10, 40, 5], [1, 2, 3]], np.float32)}
+    out = clipped(OptimConfig(qk_tau=20.0, qk_scope="layer"), MLA, params, logits)
+    old, new = params["moe"]["attention"], apply(params, out)["moe"]["attention"]
+    for name, power in (("q_nope_QHN", 0.5), ("q_rope_QHR", 1), ("k_nope_CHN", 0.5), ("k_rope_DR", 0), ("v_CHV", 0)):
+        np.testing.assert_allclose(new[name][0], old[name][0] * 0.5**power, rtol=1e-6)  # innocent heads too
+        np.testing.assert_array_equal(new[name][1], old[name][1])  # the other layer is its own
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_mha_caps_every_head_at_tau(alpha, normal, inputs):
     x = inputs[0]

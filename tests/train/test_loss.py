@@ -115,6 +115,7 @@ def test_a_packed_row_has_the_loss_of_its_documents_apart(every_part):
     assert counts == counts_apart == (8 + 13 + 1 + 4, 7 + 12 + 3)
     np.testing.assert_allclose(together.next_token, apart.next_token, rtol=2e-6)
     np.testing.assert_allclose(together.mtp, apart.mtp, rtol=2e-6)
-    for stack in ("dense", "moe"):
+    for stack in ("dense", "moe", "mtp"):
         np.testing.assert_allclose(together.max_logit_LH[stack], apart.max_logit_LH[stack], rtol=1e-5)
-    np.testing.assert_array_equal(together.load_LE["moe"], apart.load_LE["moe"])
+    for stack in ("moe", "mtp"):
+        np.testing.assert_array_equal(together.load_LE[stack], apart.load_LE[stack])

@@ -36,6 +36,24 @@ def test_four_microbatches_equal_one(small, make_batch):
         np.testing.assert_array_equal(parts.load_LE[stack], parts4.load_LE[stack])
 
 
+def test_eight_devices_and_four_microbatches_observe_what_one_device_does(small, make_batch):
+    """The largest logit of each head and the loads are over the whole batch, exactly, however it is split (report 2.1)."""
+    batch, state = make_batch(5, 32, 33), init_state(small)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def parts(config, params, router_bias, batch):
+        return jax.jit(lambda p, r, b: gradients(config, p, r, b)[1])(params, router_bias, batch)
+
+    one = parts(replace(small, batch=32, microbatches=1), state.params, state.router_bias, batch)
+    placed = jax.device_put((state.params, state.router_bias), everywhere)
+    eight = parts(replace(small, batch=32, microbatches=4), *placed, jax.device_put(batch, rows))
+    jax.tree.map(np.testing.assert_array_equal, one.load_LE, eight.load_LE)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7), one.max_logit_LH, eight.max_logit_LH)
+    np.testing.assert_allclose(one.next_token, eight.next_token, rtol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def program(base):
     return make_step(base)
