@@ -147,7 +147,12 @@ def test_runs_save_and_end_with_their_queue_however_it_ends(tmp_path, worker, nu
         config = from_dict(RunConfig, json.loads((folder / "slow.json").read_text()))
         list(run_all([Job(config, 1.0)], folder, console=Console(), slots=[Slot(None, {{}})], worker={worker!r}))
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(queue)], stderr=subprocess.PIPE)
+
+    def heed_interrupts():  # a shell's background job, as a test run may be, has its children ignore them
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    command = [sys.executable, "-c", textwrap.dedent(queue)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heed_interrupts)
     wait_for(slow.config.out / "metrics.jsonl")
     process.send_signal(number)
     process.communicate(timeout=20)
