@@ -1,7 +1,7 @@
 """The legend of axis letters: an array's name ends in its letters, weights included.
 
-The suffix of a weight states its shape (`k_nope_CHN` is [kv rank, head, nope width]) and is also the key under which it is
-sharded (`k2jax.parallel.mesh`) and orthogonalized (`k2jax.optim.muonclip`). Stacks of layers add a leading L that the
+The suffix of a weight states its shape (`k_nope_CHN` is [kv rank, head, nope width]) and is also the key by which it is
+orthogonalized (`k2jax.optim.muonclip`). Stacks of layers add a leading L that the
 names leave out, since one layer's code never sees it.
 """
 
@@ -17,7 +17,10 @@ LEGEND = {
     "G": "key-value head (GQA; equal to H in MHA)",
     "N": "width of a head's part without position",
     "R": "width of a head's part that RoPE rotates",
+    "Y": "width of a head's query and key, N and R together",
     "V": "width of a head's value",
+    "P": "pair of channels that RoPE rotates; in the grouped matmul, a place in the padded buffer of rows",
+    "M": "block of such places, all of one expert",
     "E": "routed expert",
     "K": "chosen expert of a token",
     "J": "hidden state and embedding side by side, 2D wide (MTP)",

@@ -17,8 +17,8 @@ MASKED = -1e30  # finite, so that a row without any allowed key gives 0 and not 
 
 @functools.partial(jax.jit, static_argnames=("scale", "block"))
 def attention(
-    q_BTHX: Float[Array, "B T H X"],
-    k_BSGX: Float[Array, "B T G X"],
+    q_BTHY: Float[Array, "B T H Y"],
+    k_BSGY: Float[Array, "B T G Y"],
     v_BSGV: Float[Array, "B T G V"],
     segments_BT: Int[Array, "B T"],
     *,
@@ -30,8 +30,8 @@ def attention(
     Head h reads key head `h // (H / G)`. Segment 0 is padding: it attends to nothing and returns 0. Logits are scaled and in
     float32; the maximum is over batch, queries and allowed keys, carries no gradient, and is -1e30 where no pair is allowed.
     """
-    B, T, H, _ = q_BTHX.shape
-    G = k_BSGX.shape[2]
+    B, T, H, _ = q_BTHY.shape
+    G = k_BSGY.shape[2]
     block = min(block, T)
     padding = -T % block
 
@@ -39,10 +39,10 @@ def attention(
         x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
         return x.transpose(0, 2, 1, 3).reshape(B, x.shape[2], -1, block, x.shape[3])
 
-    q = heads_first(q_BTHX)
+    q = heads_first(q_BTHY)
     q = q.reshape(B, G, H // G, *q.shape[2:])
     segments = jnp.pad(segments_BT, ((0, 0), (0, padding))).reshape(B, -1, block)
-    o, row_max = _attend(q, heads_first(k_BSGX), heads_first(v_BSGV), segments, scale)
+    o, row_max = _attend(q, heads_first(k_BSGY), heads_first(v_BSGV), segments, scale)
     o = o.reshape(B, H, T + padding, -1)[:, :, :T].transpose(0, 2, 1, 3)
     return o, lax.stop_gradient(row_max).max(axis=(0, 3, 4)).reshape(H)
 
@@ -70,7 +70,7 @@ def _add(x, value, i, axis):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(q, k, v, segments, scale):
-    """q [B, G, H/G, n, block, X], k [B, G, n, block, X], v [B, G, n, block, V] -> output like q, row maxima."""
+    """q [B, G, H/G, n, block, Y], k [B, G, n, block, Y], v [B, G, n, block, V] -> output like q, row maxima."""
     return _forward(q, k, v, segments, scale)[0]
 
 
