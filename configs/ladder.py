@@ -38,7 +38,7 @@ def _large(d_model: int, n_layers: int, batch: int, steps: int) -> Rung:
 
 
 # At equal tokens more and smaller steps learn more, down to the 2,048 tokens of the small rungs; Muon's share of a step at 512
-# experts forbids fewer. `default` fills a quarter of an hour on two cores of 35 GFLOP/s each.
+# experts forbids fewer. On two cores of 35 GFLOP/s each `default` takes 14 minutes and `full`, by estimate, 9 hours.
 RUNGS = {
     "smoke": (_small(10), _small(20), _small(40)),
     "default": (_small(60), _small(180), _small(540)),
