@@ -11,6 +11,7 @@ import tensorboardX
 
 from k2jax.config import RunConfig
 from k2jax.scaling.flops import training_flops
+from k2jax.train.folder import write
 
 
 def row(config: RunConfig, step: int, metrics: dict, seconds: float, data_wait: float) -> dict:
@@ -124,6 +125,4 @@ def truncate(path: Path, step: int) -> None:
     """Keeps the rows up to `step` alone."""
     if not path.exists():
         return
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(json.dumps(r) + "\n" for r in read(path) if r["step"] <= step))
-    partial.replace(path)
+    write(path, "".join(json.dumps(r) + "\n" for r in read(path) if r["step"] <= step))

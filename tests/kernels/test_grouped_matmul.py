@@ -76,7 +76,7 @@ def test_large_keys_do_not_overflow():
 
 
 def test_memory_does_not_grow_with_experts_times_tokens():
-    X, K, D, F = 256, 4, 8, 4
+    X, K, D, F = 2048, 4, 8, 4
 
     def temp(E):
         shapes = [(X, D), (X, K), (E, D, F), (E, D, F), (E, F, D)]
@@ -85,4 +85,6 @@ def test_memory_does_not_grow_with_experts_times_tokens():
         step = jax.jit(jax.grad(lambda *a: routed_swiglu(*a).sum(), argnums=(0, 2, 3, 4, 5)))
         return step.lower(x, expert, w, *m).compile().memory_analysis().temp_size_in_bytes
 
-    assert temp(64) - temp(8) < 56 * 64 * (2 * D + 2 * F + 4) * 4 * 3 + 56 * 3 * D * F * 4 * 3  # a block and a matrix an expert
+    bound = 56 * 64 * (2 * D + 2 * F + 4) * 4 * 3 + 56 * 3 * D * F * 4 * 3  # a block and a matrix an expert
+    assert bound < 56 * X * D * 4 / 2  # far below every token beside every expert
+    assert temp(64) - temp(8) < bound
