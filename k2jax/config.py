@@ -222,6 +222,37 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How a run is spread over devices (report 2.4.2); the defaults are one device. K2: pipeline 16, expert 16, the rest data."""
+
+    pipeline: int = 1  # stages; layers and the vocabulary are split over them
+    expert: int = 1  # ranks that share a layer's experts; rows of the batch are split over them too
+    data: int = 0  # replicas that split the batch and the optimizer state (ZeRO-1); 0 is what the devices leave
+    chunks: int = 1  # virtual stages a device (interleaved 1F1B); more make the bubble smaller
+    buffer: float = (
+        1.25  # rows a device sends to another at a time, as a multiple of the balanced load; more go in further rounds
+    )
+    offload: bool = False  # master weights and optimizer state in host memory
+
+    def __post_init__(self):
+        _positive(self, "pipeline", "expert", "chunks", "buffer")
+        _require(self.data >= 0, f"MeshConfig.data must not be negative; got {self.data}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """The processes of a run, each started with the same command. Under SLURM and Open MPI they find each other."""
+
+    coordinator: str = ""  # HOST:PORT at which process 0 listens for the others
+    count: int = 0  # processes; 0 is what SLURM or Open MPI say, or one
+    index: int = -1  # which of them this one is, from 0; -1 is what SLURM or Open MPI say
+    patience: float = 30.0  # seconds without a sign of life after which a process counts as lost and the others end
+
+    def __post_init__(self):
+        _positive(self, "patience")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run: `python -m k2jax.train PRESET`."""
 
@@ -232,20 +263,21 @@ class RunConfig:
     steps: int = 237_821  # optimizer steps; K2's schedule at 67M tokens a step
     batch: int = 16_384  # sequences a step
     seq_len: int = 4096  # tokens a sequence
-    microbatches: int = 1  # parts a batch is split in; gradients are summed in float32
+    microbatches: int = 1  # parts a device's rows are split in; gradients are summed in float32; 0 is a sequence at a time
     eval_every: int = 1000  # steps between validations; 0 validates only at the end
     eval_batches: int = 16  # validation batches of each domain
     checkpoint_every: int = 1000  # steps between checkpoints; 0 saves only at the end
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self):
-        _positive(self, "steps", "batch", "seq_len", "microbatches", "eval_batches")
-        for name in ("eval_every", "checkpoint_every"):
+        _positive(self, "steps", "batch", "seq_len", "eval_batches")
+        for name in ("eval_every", "checkpoint_every", "microbatches"):
             _require(getattr(self, name) >= 0, f"RunConfig.{name} must not be negative; got {getattr(self, name)}")
         _require(
-            self.batch % self.microbatches == 0,
+            self.batch % max(self.microbatches, 1) == 0,
             f"batch must be a multiple of microbatches; got batch={self.batch}, microbatches={self.microbatches}",
         )
         _require(

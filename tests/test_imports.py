@@ -14,7 +14,7 @@ SEES = {
     "kernels": LEAF,
     "model": LEAF | {"kernels"},
     "optim": LEAF | {"kernels"},
-    "parallel": LEAF | {"kernels"},
+    "parallel": LEAF | {"kernels", "model", "optim"},
     "data": LEAF,
     "scaling": LEAF | {"kernels"},
     "train": LEAF | {"allocator", "kernels", "model", "optim", "parallel", "data", "scaling"},

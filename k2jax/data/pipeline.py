@@ -2,13 +2,13 @@
 
 A batch is a dict of int32 arrays [B, T + 1]: `tokens_BT`, `segments_BT` (0 is padding, 1, 2, ... the documents of a
 row) and `positions_BT` (0 at the first token of each document). The order depends on corpus, mixture, batch, seq_len
-and seed, and on nothing else: not on workers, prefetching or where a run was stopped.
+and seed, and on nothing else: not on workers, prefetching, the rows that one of many hosts needs, or where a run was stopped.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import grain
@@ -51,14 +51,15 @@ class _Shuffled:
 
 
 class _Collate:
-    """(domain, row) pairs -> a batch. Picklable, so that worker processes can hold it."""
+    """(domain, row) pairs of a whole batch -> its `wanted` rows. Picklable, so that worker processes can hold it."""
 
-    def __init__(self, documents: dict[str, Documents], rows: dict[str, Rows], width: int, pad: int):
-        self._documents, self._rows, self._width, self._pad = documents, rows, width, pad
+    def __init__(self, documents: dict[str, Documents], rows: dict[str, Rows], width: int, pad: int, wanted: list[int]):
+        self._documents, self._rows, self._width, self._pad, self._wanted = documents, rows, width, pad, wanted
 
     def __call__(self, chosen) -> Batch:
-        batch = empty_batch(len(chosen), self._width, self._pad)
-        for b, (domain, row) in enumerate(chosen):
+        batch = empty_batch(len(self._wanted), self._width, self._pad)
+        for b, place in enumerate(self._wanted):
+            domain, row = chosen[place]
             fill(batch, b, self._documents[domain], self._rows[domain], row)
         return batch
 
@@ -128,7 +129,9 @@ def _parse_flags() -> None:
         flags.FLAGS(["k2jax"])
 
 
-def train_batches(corpus: Corpus, config: DataConfig, *, batch: int, seq_len: int, seed: int) -> Batches:
+def train_batches(
+    corpus: Corpus, config: DataConfig, *, batch: int, seq_len: int, seed: int, wanted: Sequence[int] | None = None
+) -> Batches:
     """Endless training batches; each domain's share of the rows is its share of the mixture weights.
 
     Within a domain every row comes once an epoch, in an order that changes with the epoch.
@@ -137,6 +140,7 @@ def train_batches(corpus: Corpus, config: DataConfig, *, batch: int, seq_len: in
       batch: rows.
       seq_len: tokens the model sees; rows hold one more, the last target.
       seed: of the order.
+      wanted: the rows to build, by default all; no token of the others is read, and the position is the same for any.
 
     Raises:
       ValueError: a domain with a weight is not in the corpus.
@@ -153,18 +157,25 @@ def train_batches(corpus: Corpus, config: DataConfig, *, batch: int, seq_len: in
     sources = [grain.MapDataset.source(_Shuffled(domain, len(rows[domain]), seed)) for domain in mixture]
     dataset = grain.MapDataset.mix(sources, list(mixture.values())) if len(sources) > 1 else sources[0]
     # Batched as a MapDataset: batched after the workers, batches would depend on how many there are.
-    collate = _Collate({domain: corpus.train[domain] for domain in mixture}, rows, seq_len + 1, corpus.tokenizer.pad)
+    documents = {domain: corpus.train[domain] for domain in mixture}
+    collate = _Collate(documents, rows, seq_len + 1, corpus.tokenizer.pad, _rows(wanted, batch))
     dataset = dataset.batch(batch, drop_remainder=True, batch_fn=collate)
     order = json.dumps([corpus.sha256, corpus.tokenizer.fingerprint, corpus.tokens, mixture, batch, seq_len, seed])
     padding = {domain: rows[domain].padding for domain in mixture}
     return Batches(dataset, config.workers, config.prefetch, hashlib.sha256(order.encode()).hexdigest(), padding)
 
 
-def heldout_batches(corpus: Corpus, domain: str, *, batch: int, seq_len: int, count: int) -> list[Batch]:
+def _rows(wanted: Sequence[int] | None, batch: int) -> list[int]:
+    return list(range(batch) if wanted is None else wanted)
+
+
+def heldout_batches(
+    corpus: Corpus, domain: str, *, batch: int, seq_len: int, count: int, wanted: Sequence[int] | None = None
+) -> list[Batch]:
     """The first `count` batches of a domain's held-out rows in a fixed order; always the same ones.
 
     Each row comes once. When the domain has fewer rows the list is shorter, and padding rows (segment 0) fill its
-    last batch.
+    last batch. `wanted` are the rows of each batch to build, by default all.
 
     Raises:
       ValueError: the corpus holds nothing out of this domain.
@@ -173,11 +184,12 @@ def heldout_batches(corpus: Corpus, domain: str, *, batch: int, seq_len: int, co
         raise ValueError(f"a domain that validates must have held-out documents; the corpus has none of {domain!r}")
     documents = corpus.heldout[domain]
     rows, width = pack(documents.offsets, seq_len + 1), seq_len + 1
-    source, wanted, batches = _Shuffled(domain, len(rows), 0), min(count * batch, len(rows)), []
-    for first in range(0, wanted, batch):
-        made = empty_batch(batch, width, corpus.tokenizer.pad)
-        for b in range(min(batch, wanted - first)):
-            fill(made, b, documents, rows, source[first + b][1])
+    source, total, places, batches = _Shuffled(domain, len(rows), 0), min(count * batch, len(rows)), _rows(wanted, batch), []
+    for first in range(0, total, batch):
+        made = empty_batch(len(places), width, corpus.tokenizer.pad)
+        for b, place in enumerate(places):
+            if first + place < total:
+                fill(made, b, documents, rows, source[first + place][1])
         batches.append(made)
     return batches
 

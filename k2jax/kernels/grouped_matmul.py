@@ -29,7 +29,7 @@ def sort_into_blocks(expert_XK: Int[Array, "X K"], n_experts: int, block: int = 
     """Sorts the rows by expert and pads each expert to whole blocks; buffers hold rows/block + n_experts blocks."""
     rows, k = expert_XK.size, expert_XK.shape[1]
     expert_N = expert_XK.reshape(-1)
-    order_N = _argsort(expert_N, n_experts)
+    order_N = argsort(expert_N, n_experts)
     count_E = jnp.zeros(n_experts, jnp.int32).at[expert_N].add(1)
     blocks_E = (count_E + block - 1) // block
     first_block_E, first_row_E = jnp.cumsum(blocks_E) - blocks_E, jnp.cumsum(count_E) - count_E
@@ -44,7 +44,7 @@ def sort_into_blocks(expert_XK: Int[Array, "X K"], n_experts: int, block: int = 
     return Blocks(slot_N.reshape(expert_XK.shape), token_P, choice_P, expert_M, blocks_E.sum())
 
 
-def _argsort(expert_N, n_experts):
+def argsort(expert_N: Int[Array, " N"], n_experts: int) -> Int[Array, " N"]:
     """Stable argsort; one integer key (expert, row) sorts four times faster than a key with a payload."""
     rows = expert_N.size
     iota = jnp.arange(rows, dtype=jnp.int32)

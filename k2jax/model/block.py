@@ -1,5 +1,7 @@
 """One transformer layer, and a scan over a stack of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +12,7 @@ from k2jax.config import ModelConfig
 from k2jax.model.mla import GQA, MLA, Context
 from k2jax.model.moe import Dense, MoE, Routing
 from k2jax.model.norm import rms_norm
-from k2jax.model.weights import weight
+from k2jax.model.weights import fill, weight
 
 
 class Block(nnx.Module):
@@ -27,13 +29,29 @@ class Block(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], bias_E: Float[Array, " E"] | None, context: Context
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, " H"], Routing | None]]:
         """Returns the new stream, and what the layer observed: largest logit of each head, and the routing if it has one."""
-        y_BTD, max_logit_H = self.attention(rms_norm(x_BTD, self.attention_norm_D[...], self.eps), context)
-        x_BTD = x_BTD + y_BTD
-        z_BTD = rms_norm(x_BTD, self.ffn_norm_D[...], self.eps)
+        x_BTD, z_BTD, max_logit_H = self.attend(x_BTD, context)
         if not self.experts:
             return x_BTD + self.ffn(z_BTD), (max_logit_H, None)
         y_BTD, routing = self.ffn(z_BTD, bias_E, context.segments_BT > 0)
         return x_BTD + y_BTD, (max_logit_H, routing)
+
+    def attend(
+        self, x_BTD: Float[Array, "B T D"], context: Context
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Float[Array, " H"]]:
+        """The first half of the layer: the stream with attention added, its norm, which the ffn reads, and the largest logits."""
+        y_BTD, max_logit_H = self.attention(rms_norm(x_BTD, self.attention_norm_D[...], self.eps), context)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD, rms_norm(x_BTD, self.ffn_norm_D[...], self.eps), max_logit_H
+
+
+@functools.lru_cache
+def _structure(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: Block(config, experts=True)))
+
+
+def holding(config: ModelConfig, weights: dict) -> Block:
+    """The layer with experts that holds `weights`, a nested dict of arrays."""
+    return fill(*_structure(config), weights)
 
 
 def run_stack(

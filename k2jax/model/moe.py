@@ -60,7 +60,7 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Routing]:
         """Returns the output and the routing; `real_BT` is false at padding, which no load or loss counts."""
         B, T, D = x_BTD.shape
-        routing = route(self.config.moe, x_BTD, self.router_DE[...], bias_E, real_BT)
+        routing = self.route(x_BTD, bias_E, real_BT)
         y_XD = routed_swiglu(
             x_BTD.reshape(B * T, D),
             routing.expert_XK,
@@ -69,10 +69,17 @@ class MoE(nnx.Module):
             self.up_EDF[...],
             self.down_EFD[...],
         )
-        y_BTD = y_XD.reshape(B, T, D)
-        if self.config.moe.n_shared:
-            y_BTD = y_BTD + swiglu(x_BTD, self.shared_gate_DF[...], self.shared_up_DF[...], self.shared_down_FD[...])
-        return y_BTD, routing
+        return self.add_shared(y_XD.reshape(B, T, D), x_BTD), routing
+
+    def route(self, x_BTD: Float[Array, "B T D"], bias_E: Float[Array, " E"], real_BT: Array) -> Routing:
+        """The router's choice alone."""
+        return route(self.config.moe, x_BTD, self.router_DE[...], bias_E, real_BT)
+
+    def add_shared(self, y_BTD: Float[Array, "B T D"], x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """`y` plus the shared experts' output for x."""
+        if not self.config.moe.n_shared:
+            return y_BTD
+        return y_BTD + swiglu(x_BTD, self.shared_gate_DF[...], self.shared_up_DF[...], self.shared_down_FD[...])
 
 
 def swiglu(x_BTD, gate_DF, up_DF, down_FD):

@@ -160,5 +160,16 @@ def by_path(tree: optax.Params) -> dict[Path, Any]:
     return {tuple(key.key for key in path): leaf for path, leaf in flat}
 
 
+def nested(leaves: Mapping[Path, Any]) -> dict:
+    """The inverse of `by_path`: a tree of dicts."""
+    tree: dict = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
+
+
 def _like(tree: optax.Params, leaves: Mapping[Path, Array]) -> optax.Updates:
     return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in by_path(tree)])

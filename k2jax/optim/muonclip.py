@@ -15,7 +15,7 @@ import optax
 
 from k2jax.config import AttentionConfig, OptimConfig
 from k2jax.kernels import newton_schulz
-from k2jax.optim.muon import Path, blocks_of, by_path, is_matrix, scale_by_muon, update_scale
+from k2jax.optim.muon import Path, blocks_of, by_path, is_matrix, nested, scale_by_muon, update_scale
 from k2jax.optim.qk_clip import qk_clip
 
 Rule = Literal["muon", "adamw"]
@@ -87,13 +87,7 @@ def table(config: OptimConfig, params: optax.Params) -> list[Row]:
     """Describes every leaf of `params` (arrays or ShapeDtypeStructs), in the tree's order."""
     rule = by_path(rules(config, params))
     leaves = by_path(params)
-    muon: dict = {}
-    for path in leaves:  # the tree of Muon's leaves alone
-        if rule[path] == "muon":
-            node = muon
-            for key in path[:-1]:
-                node = node.setdefault(key, {})
-            node[path[-1]] = leaves[path]
+    muon = nested({path: leaf for path, leaf in leaves.items() if rule[path] == "muon"})
     found = {}
     for block in blocks_of(muon, config.split):
         form = newton_schulz.form(block.n, block.m, config.ns_steps)

@@ -26,7 +26,7 @@ def qk_clip(config: OptimConfig, attention: AttentionConfig) -> optax.GradientTr
     that does not match the attention layers of the tree, one for one and in shape, raises ValueError. Source: K2 report 2.1,
     algorithm 1; GQA is our extension.
     """
-    powers = _powers(config, attention)
+    powers = clip_powers(config, attention)
 
     def update_fn(updates, state, params=None, *, max_logit_LH: Mapping[str, ArrayLike], **extra_args):
         del extra_args
@@ -52,8 +52,8 @@ def qk_clip(config: OptimConfig, attention: AttentionConfig) -> optax.GradientTr
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 
 
-def _powers(config: OptimConfig, attention: AttentionConfig) -> dict[str, float]:
-    """Leaf -> power of gamma that scales it, the query first. The second axis of each is its head, H or G."""
+def clip_powers(config: OptimConfig, attention: AttentionConfig) -> dict[str, float]:
+    """Returns {leaf: power of gamma that scales it}, the query first. The second axis of each is its head, H or G."""
     alpha = config.qk_alpha
     if attention.kind == "mla":
         return {"q_nope_QHN": alpha, "k_nope_CHN": 1 - alpha, "q_rope_QHR": 1.0}

@@ -1,6 +1,7 @@
 """`python -m k2jax.train PRESET [--FIELD VALUE ...]`: trains the run that a preset describes, with fields changed.
 
 PRESET is a module with a function `config()`, such as `configs.tiny`. The same command goes on with what it finds in --out.
+Many processes train together when SLURM or Open MPI starts them, or with --hosts.* (docs/multihost.md).
 """
 
 import contextlib
@@ -8,11 +9,13 @@ import importlib
 import io
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
-from k2jax.config import RunConfig
+from k2jax.config import HostsConfig, RunConfig
 
 USAGE = "usage: python -m k2jax.train PRESET [--FIELD VALUE ...]; PRESET is a module with config(), such as configs.tiny"
 
@@ -21,8 +24,16 @@ class UsageError(Exception):
     """A wrong command line, in one sentence."""
 
 
-def parse(arguments: Sequence[str]) -> RunConfig:
-    """The config of a command line. Raises UsageError; `--help` prints every field with its meaning and exits."""
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A run, and this process's place among those that share it, which is no part of what the run is."""
+
+    run: Annotated[RunConfig, tyro.conf.arg(name="")]  # its fields have no prefix
+    hosts: HostsConfig = field(default_factory=HostsConfig)
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """What a command line asks for. Raises UsageError; `--help` prints every field with its meaning and exits."""
     arguments = list(arguments)
     if not arguments:
         raise UsageError(USAGE)
@@ -31,7 +42,8 @@ def parse(arguments: Sequence[str]) -> RunConfig:
     try:
         # Errors are boxes for the eye: they are caught, and said in a sentence. Help goes to stdout as it is.
         with contextlib.redirect_stderr(shown):
-            return tyro.cli(RunConfig, prog="python -m k2jax.train PRESET", description=__doc__, default=preset, args=arguments)
+            program, default = "python -m k2jax.train PRESET", Command(run=preset)
+            return tyro.cli(Command, prog=program, description=__doc__, default=default, args=arguments)
     except SystemExit as end:
         if end.code:
             raise UsageError(_sentence(shown.getvalue())) from None
@@ -73,26 +85,33 @@ def _sentence(box: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code: 0, 1 for a run that failed, 2 for a wrong command or config."""
     try:
-        config = parse(sys.argv[1:] if arguments is None else arguments)
+        command = parse(sys.argv[1:] if arguments is None else arguments)
     except (UsageError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _say(2, error)
 
     from k2jax.allocator import keep_freed_memory
 
     keep_freed_memory()  # before jax allocates
+    from k2jax.train import hosts
     from k2jax.train.folder import Refused
     from k2jax.train.loop import Diverged, train
 
     try:
-        train(config)
+        with hosts.joined(command.hosts) as others:
+            try:
+                train(command.run)
+            except Refused as error:
+                return others.fail(_say(2, error), str(error))
+            except (OSError, Diverged) as error:
+                return others.fail(_say(1, error), str(error))
     except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (OSError, Diverged) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _say(2, error)
     return 0
+
+
+def _say(code: int, error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

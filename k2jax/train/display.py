@@ -6,7 +6,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from k2jax.config import RunConfig
+from k2jax.config import MeshConfig, RunConfig
+from k2jax.parallel import mesh
+from k2jax.parallel.layout import layout
+from k2jax.parallel.schedule import ticks
 from k2jax.scaling.flops import count_params, training_flops
 from k2jax.train.folder import Result
 
@@ -26,14 +29,16 @@ class Display:
         if self._show:
             self.console.print(text, markup=False)
 
-    def plan(self) -> None:
-        """What is about to run."""
+    def plan(self, sizes: MeshConfig) -> None:
+        """What is about to run, on a mesh of these sizes."""
         config = self._config
         count, flops = count_params(config.model), training_flops(config.model, config.seq_len).total * config.tokens
         self.say(
             f"{config.name}: {count.total / 1e6:,.1f}M parameters ({count.active / 1e6:,.1f}M active), {config.steps:,} steps "
             f"of {config.batch * config.seq_len:,} tokens, {flops:.2e} FLOPs, results in {config.out}"
         )
+        if mesh.count(sizes) > 1:
+            self.say(_division(config, sizes))
 
     def __enter__(self) -> "Display":
         self._progress.start()
@@ -61,6 +66,22 @@ class Display:
         self.console.print(table)
         for sentence in result.warnings:
             self.say(f"note: {sentence}")
+
+
+def _division(config: RunConfig, sizes: MeshConfig) -> str:
+    """How the work of a step is divided, in a line."""
+    P, v, M = sizes.pipeline, sizes.chunks, mesh.microbatches(config, sizes)
+    text = f"on {mesh.count(sizes):,} devices, pipeline {P} x expert {sizes.expert} x data {sizes.data}: {M:,} microbatches"
+    if P * v == 1:
+        return text
+    places = layout(config.model, sizes)
+    slots = P * places.slots
+    empty = slots - config.model.n_layers - config.model.n_mtp
+    # Of the M v + P - 1 times in which a stage has a forward and a backward unit to run, it has none in P - 1.
+    return (
+        f"{text}, {v} chunks a stage, {ticks(P, v, M):,} ticks, bubble {(P - 1) / (M * v + P - 1):.1%}, "
+        f"{empty} of {slots} slots without a layer"
+    )
 
 
 def _lines(config: RunConfig, result: Result) -> list[tuple[str, str]]:

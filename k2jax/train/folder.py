@@ -16,8 +16,9 @@ try:
 except ImportError:  # not on Windows, where a folder is not guarded
     fcntl = None
 
-# Fields that change neither the weights nor the result: a run may go on, and its result be read, with others.
-FREE = ("name", "out", "eval_every", "checkpoint_every", "data.cache", "data.workers", "data.prefetch")
+# Fields that change neither the weights nor the result: a run may go on, and its result be read, with others. How the work is
+# divided changes them by rounding.
+FREE = ("name", "out", "eval_every", "checkpoint_every", "data.cache", "data.workers", "data.prefetch", "microbatches", "mesh")
 OURS = ("config.json", "metrics.jsonl", "result.json", "checkpoints", "tensorboard", "lock")
 
 
@@ -63,7 +64,11 @@ class Result:
 
 def differing(held: RunConfig, given: RunConfig) -> list[str]:
     """The fields in which two configs describe different runs: `["model.d_model: 64 != 128"]`."""
-    return [line for line in differences(held, given) if line.split(":")[0] not in FREE]
+    return [line for line in differences(held, given) if not _is_free(line.split(":")[0])]
+
+
+def _is_free(name: str) -> bool:
+    return any(name == free or name.startswith(f"{free}.") for free in FREE)
 
 
 def read_result(config: RunConfig) -> Result | None:

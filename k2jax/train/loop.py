@@ -5,18 +5,20 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k2jax.allocator import keep_freed_memory
-from k2jax.config import RunConfig, to_dict
+from k2jax.config import MeshConfig, RunConfig, to_dict
 from k2jax.data.corpora import Corpus, prepare
-from k2jax.data.pipeline import Batches, heldout_batches, timed, train_batches
-from k2jax.train import diagnostics, folder, metrics
-from k2jax.train.checkpoint import Checkpoints
+from k2jax.data.pipeline import Batch, Batches, heldout_batches, timed, train_batches
+from k2jax.parallel import mesh
+from k2jax.train import diagnostics, folder, hosts, metrics
+from k2jax.train.checkpoint import Checkpoints, intact
 from k2jax.train.display import Display
 from k2jax.train.folder import DiskFull, Refused, Result, is_full
 from k2jax.train.step import TrainState, abstract_state, init_state, make_eval, make_step
@@ -36,41 +38,62 @@ def train(config: RunConfig, *, show_progress: bool = True) -> Result:
     """Trains, or goes on training, the run that `config` describes, in the folder `config.out`.
 
     The folder gets `config.json`, `metrics.jsonl`, TensorBoard events, checkpoints and at the end `result.json`. A run that
-    has ended is read and not run again. One that was killed goes on from its last checkpoint and ends with the same bits.
+    has ended is read and not run again. One that was killed goes on from its last checkpoint and ends with the same bits; on
+    another mesh it goes on too, and its numbers agree to rounding. All processes of a run call this; process 0 writes.
 
     Raises:
-      Refused: the folder holds something else or another run; the corpus, the checkpoint or the data do not fit the config.
+      Refused: the folder holds something else or another run; the corpus, the checkpoint, the data or the devices do not fit
+        the config; processes differ in it.
       DiskFull: the last checkpoint is whole.
       Diverged: `optim.max_skips` gradients in a row were not finite.
       Stopped: SIGTERM or SIGINT arrived; a checkpoint was saved (in the main thread alone).
     """
     clock = Clock()
-    folder.check(config)
-    display = Display(config, show=show_progress)
-    if result := folder.read_result(config):
+    hosts.agree_on_run(config)
+    if hosts.leads():
+        folder.check(config)
+    display = Display(config, show=show_progress and hosts.leads())
+    if hosts.share(hosts.leads() and folder.read_result(config) is not None):
+        result = folder.read_result(config)
         display.say(f"this run has ended: {config.out / 'result.json'} is read, not run again")
         display.table(result)
         return result
     keep_freed_memory()
     _keep_programs(config)
     try:
-        with folder.claim(config), _signals() as stop, contextlib.closing(Checkpoints(config.out / "checkpoints")) as saved:
-            try:
-                session = _set_up(config, saved, display, clock)
-            except Stopped:
-                display.say(f"stopped by {stop.received.name} before the first step")
-                raise
-            with display, contextlib.closing(session.log), contextlib.closing(session.batches):
-                stop.graceful = True
-                _run(session, stop)
-                result = _finish(session)
+        with _claim(config), _signals() as stop:
+            result = _train(config, stop, display, clock)
     except Exception as error:
         if isinstance(error, DiskFull) or not is_full(error):
             raise
-        intact = Checkpoints(config.out / "checkpoints").intact
-        raise DiskFull(f"no space is left to write in {config.out}; {intact}; free some and run the same command") from error
+        left = intact(config.out / "checkpoints")
+        raise DiskFull(f"no space is left to write in {config.out}; {left}; free some and run the same command") from error
     display.table(result)
     return result
+
+
+@contextlib.contextmanager
+def _claim(config: RunConfig) -> Iterator[None]:
+    """The folder is this run's alone, by the lock of process 0, and all processes see it."""
+    with folder.claim(config) if hosts.leads() else contextlib.nullcontext():
+        hosts.check_shared(config.out)
+        yield
+
+
+def _train(config: RunConfig, stop: "_Stop", display: Display, clock: "Clock") -> Result:
+    with _refusing():
+        sizes = mesh.sizes(config, jax.device_count())
+        grid = mesh.make(config) if mesh.count(sizes) > 1 or hosts.count() > 1 else None
+    with Checkpoints(config.out / "checkpoints", grid) as saved:
+        try:
+            session = _set_up(config, sizes, grid, saved, display, clock)
+        except Stopped:
+            display.say(f"stopped by {stop.received.name} before the first step")
+            raise
+        with display, contextlib.closing(session.log), contextlib.closing(session.batches):
+            stop.graceful = True
+            _run(session, stop)
+            return _finish(session)
 
 
 class Clock:
@@ -105,6 +128,9 @@ class _Session:
     """One process's share of a run."""
 
     config: RunConfig
+    sizes: MeshConfig
+    grid: Mesh | None  # None on one device
+    rows: np.ndarray  # of the batch, those that this process feeds
     corpus: Corpus
     state: TrainState
     batches: Batches
@@ -117,42 +143,67 @@ class _Session:
     clock: Clock
     first: int  # steps of earlier sessions
 
+    @property
+    def spread(self) -> dict[str, int]:
+        """How the work is divided, which decides how sums are rounded."""
+        names = ("pipeline", "chunks", "expert", "data")
+        divided = {name: value for name, value in asdict(self.sizes).items() if name in names}
+        return divided | {"microbatches": mesh.microbatches(self.config, self.sizes), "processes": hosts.count()}
 
-def _set_up(config: RunConfig, saved: Checkpoints, display: Display, clock: Clock) -> _Session:
-    display.plan()
+    def place(self, batch: Batch) -> Batch:
+        """A batch as the programs take it: this process's rows become its part of global arrays."""
+        return batch if self.grid is None else mesh.place(self.grid, batch, self.rows, self.config.batch)
+
+
+def _set_up(
+    config: RunConfig, sizes: MeshConfig, grid: Mesh | None, saved: Checkpoints, display: Display, clock: Clock
+) -> _Session:
+    display.plan(sizes)
     clock.lap("start")
+    rows = np.arange(config.batch) if grid is None else mesh.local_rows(grid, config.batch)
     with _refusing():
-        corpus, batches, heldout = _data(config, display)
+        corpus, batches, heldout = _data(config, rows.tolist(), display)
     clock.lap("data")
-    step, evaluate = _compile(config)
+    step, evaluate = _compile(config, grid)
     clock.lap("compile")
 
-    if (first := saved.latest) is None:
-        state, first = init_state(config), 0
-    else:
-        state, position, seconds = saved.restore(config)
+    first = saved.latest or 0
+    restored = saved.restore(config) if first else None
+    state = restored.state if restored else init_state(config, grid)
+    log = metrics.Log(config.out, first) if hosts.leads() else metrics.NoLog()
+    session = _Session(
+        config, sizes, grid, rows, corpus, state, batches, heldout, step, evaluate, log, saved, display, clock, first
+    )
+    if restored:
         with _refusing():
-            batches.set_state(position)
-        for part, spent in seconds.items():
+            batches.set_state(restored.position)
+        for part, spent in restored.seconds.items():
             clock.seconds[part] += spent
-        display.say(f"going on after step {first:,} of {config.steps:,}")
-    log = metrics.Log(config.out, first)
+        display.say(f"going on after step {first:,} of {config.steps:,}{_changed(restored.spread, session.spread)}")
     clock.lap("start")
-    return _Session(config, corpus, state, batches, heldout, step, evaluate, log, saved, display, clock, first)
+    return session
 
 
-def _data(config: RunConfig, display: Display) -> tuple[Corpus, Batches, dict[str, list[dict]]]:
-    """The corpus, its training batches and the held-out batches of each domain of the mixture."""
-    corpus = prepare(config.data, console=display.console)
+def _changed(before: dict[str, int] | None, now: dict[str, int]) -> str:
+    """What is said of a run whose work is divided in another way than before."""
+    apart = [f"{name} {before[name]} -> {now[name]}" for name in now if before and before.get(name) != now[name]]
+    return f" with {', '.join(apart)}: numbers agree to rounding, not bit for bit" if apart else ""
+
+
+def _data(config: RunConfig, rows: list[int], display: Display) -> tuple[Corpus, Batches, dict[str, list[Batch]]]:
+    """The corpus, its training batches and the held-out batches of each domain of the mixture, these rows of each."""
+    with hosts.first():
+        corpus = prepare(config.data, console=display.console)
     if corpus.tokenizer.n_words > config.model.n_words:
         raise Refused(
             f"the tokenizer's vocabulary must fit the model's n_words={config.model.n_words}; "
             f"{config.data.tokenizer!r} has {corpus.tokenizer.n_words} words"
         )
     shape = {"batch": config.batch, "seq_len": config.seq_len}
-    batches = train_batches(corpus, config.data, **shape, seed=config.data_seed)
+    batches = train_batches(corpus, config.data, **shape, seed=config.data_seed, wanted=rows)
+    hosts.agree({"order of the data": batches.get_state()["order"]}, "every process must read the same corpus")
     domains = [domain for domain, weight in config.data.mixture.items() if weight > 0]
-    return corpus, batches, {d: heldout_batches(corpus, d, **shape, count=config.eval_batches) for d in domains}
+    return corpus, batches, {d: heldout_batches(corpus, d, **shape, count=config.eval_batches, wanted=rows) for d in domains}
 
 
 @contextlib.contextmanager
@@ -164,13 +215,14 @@ def _refusing() -> Iterator[None]:
         raise Refused(str(error)) from error
 
 
-def _compile(config: RunConfig) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
-    state = abstract_state(config)
-    ids = jax.ShapeDtypeStruct((config.batch, config.seq_len + 1), np.int32)
+def _compile(config: RunConfig, grid: Mesh | None) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+    state = abstract_state(config, grid)
+    split, everywhere = (NamedSharding(grid, spec) if grid else None for spec in (mesh.BATCH, PartitionSpec()))
+    ids = jax.ShapeDtypeStruct((config.batch, config.seq_len + 1), np.int32, sharding=split)
     batch = {"tokens_BT": ids, "segments_BT": ids, "positions_BT": ids}
-    total_tokens = jax.ShapeDtypeStruct((), np.float32)
-    step = make_step(config).lower(state, batch, total_tokens).compile()
-    return step, make_eval(config).lower(state.params, state.router_bias, batch).compile()
+    total_tokens = jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
+    step = make_step(config, grid).lower(state, batch, total_tokens).compile()
+    return step, make_eval(config, grid).lower(state, batch).compile()
 
 
 def _keep_programs(config: RunConfig) -> None:
@@ -186,14 +238,17 @@ def _keep_programs(config: RunConfig) -> None:
 def _run(session: _Session, stop: "_Stop") -> None:
     """Steps until the end or a signal; afterwards every row is written and the last state saved."""
     config, pending, total_tokens = session.config, None, np.float32(session.config.tokens)
-    stream = timed(session.batches)
+    if session.grid is not None:
+        total_tokens = jax.device_put(total_tokens, NamedSharding(session.grid, PartitionSpec()))
+    stream, stops = timed(session.batches), hosts.Ballot(session.grid) if hosts.count() > 1 else None
     for number in range(session.first + 1, config.steps + 1):
         batch, wait = next(stream)
-        session.state, out = session.step(session.state, batch, total_tokens)
+        session.state, out = session.step(session.state, session.place(batch), total_tokens)
         if pending is not None:
             _record(session, pending)
         pending = _Pending(number, out, wait)
-        stopped, last = stop.received, number == config.steps  # read once: a signal may arrive at any line
+        received, last = stop.received, number == config.steps  # read once: a signal may arrive at any line
+        stopped = received if stops is None else stops.next(received)
         save = last or stopped or _due(config.checkpoint_every, number)
         evaluate = last or _due(config.eval_every, number)
         if save or evaluate:
@@ -204,6 +259,7 @@ def _run(session: _Session, stop: "_Stop") -> None:
             _save(session)
         if stopped and not last:
             session.saved.wait()
+            hosts.wait()
             session.display.say(f"stopped by {stopped.name} after step {number:,}; the same command goes on from there")
             raise Stopped(128 + stopped)
 
@@ -237,7 +293,7 @@ def _validate(session: _Session) -> dict[str, float]:
     """Next-token loss of each domain's held-out batches, nats. Reads the state and nothing else."""
     state, losses = session.state, {}
     for domain, batches in session.heldout.items():
-        sums = jax.device_get([session.evaluate(state.params, state.router_bias, batch) for batch in batches])
+        sums = jax.device_get([session.evaluate(state, session.place(batch)) for batch in batches])
         losses[domain] = sum(float(nll) for nll, _ in sums) / max(sum(int(count) for _, count in sums), 1)
     return losses
 
@@ -250,17 +306,24 @@ def _mean(config: RunConfig, by_domain: dict[str, float]) -> float:
 
 def _save(session: _Session) -> None:
     session.log.sync()
-    session.saved.save(session.config, session.state, session.batches.get_state(), session.clock.seconds)
+    session.saved.save(session.config, session.state, session.batches.get_state(), session.clock.seconds, session.spread)
     session.clock.lap("checkpoint")
 
 
 def _finish(session: _Session) -> Result:
-    config, corpus = session.config, session.corpus
     session.saved.wait()
     session.clock.lap("checkpoint")
+    if hosts.leads():
+        folder.finish(session.config, _result(session))
+    hosts.wait()
+    return folder.read_result(session.config)
+
+
+def _result(session: _Session) -> Result:
+    config, corpus = session.config, session.corpus
     rows = metrics.read(config.out / "metrics.jsonl")
     last, recent = rows[-1], [r["loss"] for r in rows[-20:] if r["loss"] is not None]
-    result = Result(
+    return Result(
         steps=config.steps,
         tokens=config.tokens,
         train_loss=sum(recent) / max(len(recent), 1),
@@ -275,8 +338,6 @@ def _finish(session: _Session) -> Result:
         corpus={"tier": corpus.tier, "sha256": corpus.sha256, "tokens": corpus.tokens},
         config=to_dict(config),
     )
-    folder.finish(config, result)
-    return result
 
 
 @dataclass

@@ -46,6 +46,7 @@ def row(config: RunConfig, step: int, metrics: dict, seconds: float, data_wait: 
         "last_clip_step": int(last.max()) or None,
         "load_imbalance": {stack: load_imbalance(load) for stack, load in metrics["load_LE"].items()},
         "idle_experts": {stack: (load == 0).sum(-1).tolist() for stack, load in metrics["load_LE"].items()},
+        "exchange_rounds": int(metrics["exchange_rounds"]),  # most that any exchange of experts' rows took
         "seconds": seconds,
         "data_wait": data_wait,
         "tokens_per_second": tokens_per_second,
@@ -94,6 +95,19 @@ class Log:
         """Ends both files."""
         self._file.close()
         self._events.close()
+
+
+class NoLog:
+    """What a process that writes no log has in its place."""
+
+    def write(self, row: dict, max_logit_LH: dict[str, np.ndarray] | None = None) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def scalars(value, name: str = "") -> Iterator[tuple[str, float]]:

@@ -1,19 +1,26 @@
 """One training step as a pure function of the state, and the evaluation that leaves no trace in it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k2jax.config import RunConfig
+from k2jax.config import MeshConfig, RunConfig
 from k2jax.model import transformer
 from k2jax.model.moe import update_bias
 from k2jax.optim.muonclip import muonclip
 from k2jax.optim.schedules import learning_rate
-from k2jax.train.loss import Batch, Parts, combine, count_targets, cross_entropy, loss, target_masks
+from k2jax.parallel import natural, pipeline, zero1
+from k2jax.parallel.mesh import microbatches
+from k2jax.train.loss import Batch, Counts, Parts, combine, count_targets, cross_entropy, loss, target_masks
+
+ROWS = ("data", "expert")  # mesh axes that split the rows of a batch
 
 
 class TrainState(NamedTuple):
@@ -32,15 +39,61 @@ def _optimizer(config: RunConfig) -> optax.GradientTransformationExtraArgs:
     return muonclip(config.optim, config.model.attention)
 
 
-def init_state(config: RunConfig) -> TrainState:
-    """Draws the weights from `config.seed`; everything else is zero."""
+def init_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
+    """Draws the weights from `config.seed`; everything else is zero. On a mesh in the owned form."""
     params, router_bias = transformer.init(config.model, config.seed)
-    return jax.jit(lambda p, b: _fresh(config, p, b))(params, router_bias)
+    if mesh is None:
+        return jax.jit(lambda p, b: _fresh(config, p, b))(params, router_bias)
+    abstract, sharding = abstract_natural(config, mesh), natural_sharding(config, mesh)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
+    state = zeros._replace(params=jax.tree.map(np.asarray, params))
+    return from_natural(config, mesh, jax.tree.map(_put, state, sharding))
 
 
-def abstract_state(config: RunConfig) -> TrainState:
-    """Shapes and dtypes of `init_state`'s result, with nothing allocated."""
-    return jax.eval_shape(lambda p, b: _fresh(config, p, b), *transformer.abstract(config.model))
+def abstract_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
+    """Shapes and dtypes of `init_state`'s result, on a mesh with shardings; nothing is allocated."""
+    if mesh is None:
+        return jax.eval_shape(lambda p, b: _fresh(config, p, b), *transformer.abstract(config.model))
+    plan = zero1.plan(config, _sizes(config, mesh))
+    params, opt_state = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        zero1.abstract_owned(plan),
+        zero1.specs(plan),
+    )
+    return abstract_natural(config, mesh)._replace(params=params, opt_state=opt_state)
+
+
+def abstract_natural(config: RunConfig, mesh: Mesh) -> TrainState:
+    """The state of one device, which checkpoints hold, as arrays spread over a mesh."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        abstract_state(config),
+        natural_sharding(config, mesh),
+    )
+
+
+def natural_sharding(config: RunConfig, mesh: Mesh) -> TrainState:
+    """How `to_natural` spreads the arrays."""
+    params, opt_state = natural.natural_sharding(zero1.plan(config, _sizes(config, mesh)), mesh)
+    everywhere = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), abstract_state(config))
+    return everywhere._replace(params=params, opt_state=opt_state)
+
+
+def to_natural(config: RunConfig, mesh: Mesh, state: TrainState) -> TrainState:
+    """The state as one device would hold it, from its owned form."""
+    params, opt_state = natural.to_natural(zero1.plan(config, _sizes(config, mesh)), mesh)(state.params, state.opt_state)
+    return state._replace(params=params, opt_state=opt_state)
+
+
+def from_natural(config: RunConfig, mesh: Mesh, state: TrainState) -> TrainState:
+    """The inverse of `to_natural`."""
+    params, opt_state = natural.from_natural(zero1.plan(config, _sizes(config, mesh)), mesh)(state.params, state.opt_state)
+    return state._replace(params=params, opt_state=opt_state)
+
+
+def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """A global array of which every process has the whole on its host."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def _fresh(config: RunConfig, params: dict, router_bias: dict) -> TrainState:
@@ -51,57 +104,137 @@ def _fresh(config: RunConfig, params: dict, router_bias: dict) -> TrainState:
     return TrainState(zero, params, router_bias, _optimizer(config).init(params), zero, zero, never_LH)
 
 
-def make_step(config: RunConfig) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, dict]]:
+class _Updated(NamedTuple):
+    """What one batch makes of the weights, and what it showed."""
+
+    params: dict
+    opt_state: optax.OptState
+    parts: Parts
+    total: jax.Array
+    grad_norm: jax.Array
+    finite: jax.Array
+    update_rms: jax.Array
+    rounds: jax.Array  # of the experts' exchange
+
+
+def make_step(config: RunConfig, mesh: Mesh | None = None) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, dict]]:
     """Returns the jitted step `(state, batch, total_tokens) -> (state, metrics)`; it consumes the state it is given.
 
     `total_tokens`, the length of the run, is traced: runs of any budget share one program. Metrics are arrays on the device;
-    `k2jax.train.metrics.row` turns them into numbers.
+    `k2jax.train.metrics.row` turns them into numbers. On a mesh the rows of the batch are split over `data` and `expert`, and
+    the state is in its owned form (`k2jax.parallel.zero1`).
     """
-    optimizer, model, optim = _optimizer(config), config.model, config.optim
+    model, optim = config.model, config.optim
+    updated = _updated_on_one(config) if mesh is None else _updated_on_mesh(config, mesh)
 
     def step(state: TrainState, batch: Batch, total_tokens: jax.Array) -> tuple[TrainState, dict]:
         number = state.step + 1
         # The rate of the tokens that this batch completes: the first step's is not 0, the last one's is the schedule's end.
         tokens = number.astype(jnp.float32) * (config.batch * config.seq_len)
         rate = learning_rate(optim, tokens, total_tokens)
-        grads, parts, total = gradients(config, state.params, state.router_bias, batch)
-        grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(total)
-
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, learning_rate=rate, max_logit_LH=parts.max_logit_LH
-        )
-        params = optax.apply_updates(state.params, updates)
+        new = updated(state.params, state.opt_state, state.router_bias, batch, rate)
         router_bias = {
-            stack: update_bias(bias, parts.load_LE[stack], speed=model.moe.bias_speed, centered=model.moe.bias_centered)
+            stack: update_bias(bias, new.parts.load_LE[stack], speed=model.moe.bias_speed, centered=model.moe.bias_centered)
             for stack, bias in state.router_bias.items()
         }
-        fired_LH = jax.tree.map(lambda s: (s > optim.qk_tau) & (optim.rule == "muonclip"), parts.max_logit_LH)
+        fired_LH = jax.tree.map(lambda s: (s > optim.qk_tau) & (optim.rule == "muonclip"), new.parts.max_logit_LH)
         last_fired_LH = jax.tree.map(lambda fired, last: jnp.where(fired, number, last), fired_LH, state.last_fired_LH)
-
-        old = state.params, state.router_bias, state.opt_state, state.last_fired_LH
-        new = params, router_bias, opt_state, last_fired_LH
-        params, router_bias, opt_state, last_fired_LH = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-        skips = jnp.where(finite, 0, state.skips + 1)
-        skips_total = state.skips_total + jnp.where(finite, 0, 1)
+        router_bias, last_fired_LH = _if(new.finite, (router_bias, last_fired_LH), (state.router_bias, state.last_fired_LH))
+        skips = jnp.where(new.finite, 0, state.skips + 1)
+        skips_total = state.skips_total + jnp.where(new.finite, 0, 1)
         metrics = {
-            "loss": parts.next_token,
-            "mtp_loss": parts.mtp,
-            "balance_loss": parts.balance,
-            "total_loss": total,
+            "loss": new.parts.next_token,
+            "mtp_loss": new.parts.mtp,
+            "balance_loss": new.parts.balance,
+            "total_loss": new.total,
             "learning_rate": rate,
-            "grad_norm": grad_norm,
-            "update_rms": optax.tree.norm(updates) / sum(p.size for p in jax.tree.leaves(params)) ** 0.5,
-            "max_logit_LH": parts.max_logit_LH,
-            "load_LE": parts.load_LE,
-            "fired_LH": jax.tree.map(lambda fired: fired & finite, fired_LH),
+            "grad_norm": new.grad_norm,
+            "update_rms": new.update_rms,
+            "max_logit_LH": new.parts.max_logit_LH,
+            "load_LE": new.parts.load_LE,
+            "fired_LH": jax.tree.map(lambda fired: fired & new.finite, fired_LH),
             "last_fired_LH": last_fired_LH,
+            "exchange_rounds": new.rounds,
             "skips": skips,
             "skips_total": skips_total,
         }
-        return TrainState(number, params, router_bias, opt_state, skips, skips_total, last_fired_LH), metrics
+        return TrainState(number, new.params, router_bias, new.opt_state, skips, skips_total, last_fired_LH), metrics
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _if(condition: jax.Array, new, old):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def _updated_on_one(config: RunConfig) -> Callable[..., _Updated]:
+    """The update on one device: gradients, then the whole chain; a gradient that is not finite changes nothing."""
+    optimizer = _optimizer(config)
+
+    def updated(params: dict, opt_state: optax.OptState, router_bias: dict, batch: Batch, rate: jax.Array) -> _Updated:
+        grads, parts, total = gradients(config, params, router_bias, batch)
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(total)
+        updates, new_state = optimizer.update(grads, opt_state, params, learning_rate=rate, max_logit_LH=parts.max_logit_LH)
+        update_rms = optax.tree.norm(updates) / sum(p.size for p in jax.tree.leaves(params)) ** 0.5
+        params, opt_state = _if(finite, (optax.apply_updates(params, updates), new_state), (params, opt_state))
+        return _Updated(params, opt_state, parts, total, grad_norm, finite, update_rms, jnp.ones((), jnp.int32))
+
+    return updated
+
+
+def _updated_on_mesh(config: RunConfig, mesh: Mesh) -> Callable[..., _Updated]:
+    """The same on a mesh, in one `shard_map`: gather the weights, run the pipeline, update what each rank owns.
+
+    Its `check_vma` is off: every vjp inside is of a function without collectives, so nothing is summed that is not written out.
+    """
+    sizes = _sizes(config, mesh)
+    plan, pipe = zero1.plan(config, sizes), _pipeline(config, sizes)
+
+    def updated(params: dict, opt_state: dict, router_bias: dict, batch: Batch, rate: jax.Array) -> _Updated:
+        params, opt_state = zero1.local(params), zero1.local(opt_state)
+        weights = zero1.working(plan, params, config.model.dtype)
+        rows, _ = _rows(config, pipe, batch, divide=True)
+        grads, seen = pipeline.gradients(pipe, weights, router_bias, rows)
+        max_logit_LH = pipeline.by_stack(pipe, seen.max_logit_LH)
+        load_LE = {stack: load for stack, load in pipeline.by_stack(pipe, seen.load_LE).items() if stack != "dense"}
+        parts = Parts(seen.next_token, seen.mtp, seen.balance, max_logit_LH, load_LE)
+        total = parts.next_token + config.model.mtp_weight * parts.mtp + parts.balance
+        params, opt_state, told = zero1.update(
+            plan, config, params, opt_state, grads, rate, seen.max_logit_LH, jnp.isfinite(total)
+        )
+        told = told["grad_norm"], told["finite"], told["update_rms"]
+        return _Updated(zero1.whole(params), zero1.whole(opt_state), parts, total, *told, seen.rounds)
+
+    owned = zero1.specs(plan)
+    everywhere = PartitionSpec()
+    return jax.shard_map(
+        updated,
+        mesh=mesh,
+        in_specs=(*owned, everywhere, PartitionSpec(ROWS), everywhere),
+        out_specs=_Updated(*owned, *(everywhere,) * 6),
+        check_vma=False,
+    )
+
+
+def _sizes(config: RunConfig, mesh: Mesh) -> MeshConfig:
+    return replace(config.mesh, **mesh.shape)
+
+
+def _pipeline(config: RunConfig, sizes: MeshConfig) -> pipeline.Pipeline:
+    return pipeline.pipeline(config, sizes, microbatches(config, sizes))
+
+
+def _rows(config: RunConfig, pipe: pipeline.Pipeline, batch: Batch, *, divide: bool) -> tuple[pipeline.Batch, Counts]:
+    """A rank's rows by microbatch with the weights of their targets, 1 or, to `divide`, one over the targets of the batch."""
+    next_BT, mtp_BT = target_masks(batch["segments_BT"])
+    counts = Counts(*(lax.psum(mask.sum(dtype=jnp.int32), pipeline.RANKS) for mask in (next_BT, mtp_BT)))
+    weights = [
+        mask.astype(jnp.float32) / (jnp.maximum(count, 1) if divide else 1)
+        for mask, count in zip((next_BT, mtp_BT), counts, strict=True)
+    ]
+    arrays = (batch["tokens_BT"], batch["segments_BT"], batch["positions_BT"], *weights)
+    return pipeline.Batch(*(a.reshape(pipe.microbatches, -1, a.shape[-1]) for a in arrays)), counts
 
 
 def gradients(config: RunConfig, params: dict, router_bias: dict, batch: Batch) -> tuple[dict, Parts, jax.Array]:
@@ -109,7 +242,7 @@ def gradients(config: RunConfig, params: dict, router_bias: dict, batch: Batch) 
 
     The result is that of the undivided batch, exactly: the denominators are the whole batch's (`k2jax.train.loss`).
     """
-    n, counts = config.microbatches, count_targets(batch["segments_BT"])
+    n, counts = config.microbatches or config.batch, count_targets(batch["segments_BT"])
 
     def of_part(part: Batch):
         value_and_grad = jax.value_and_grad(lambda p: loss(config.model, p, router_bias, part, counts, n), has_aux=True)
@@ -130,13 +263,28 @@ def gradients(config: RunConfig, params: dict, router_bias: dict, batch: Batch) 
     return lax.scan(add_part, (grads, parts._replace(max_logit_LH=lowest), total), split)[0]
 
 
-def make_eval(config: RunConfig) -> Callable[[dict, dict, Batch], tuple[jax.Array, jax.Array]]:
-    """Returns the jitted `(params, router_bias, batch) -> (sum of the next-token nll in nats, number of targets)`."""
+def make_eval(config: RunConfig, mesh: Mesh | None = None) -> Callable[[TrainState, Batch], tuple[jax.Array, jax.Array]]:
+    """Returns the jitted `(state, batch) -> (sum of the next-token nll in nats, number of targets)`; it changes nothing."""
 
-    def evaluate(params: dict, router_bias: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def on_one(params: dict, router_bias: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
         tokens_BT, segments_BT = batch["tokens_BT"], batch["segments_BT"]
         output = transformer.apply(config.model, params, router_bias, tokens_BT, segments_BT, batch["positions_BT"])
         mask_BT = target_masks(segments_BT)[0]
         return cross_entropy(output.hidden_BTD, params["head_WD"], tokens_BT[:, 1:], mask_BT, config.model.loss_chunk)
 
-    return jax.jit(evaluate)
+    evaluate = on_one if mesh is None else _evaluate_on_mesh(config, mesh)
+    return jax.jit(lambda state, batch: evaluate(state.params, state.router_bias, batch))
+
+
+def _evaluate_on_mesh(config: RunConfig, mesh: Mesh) -> Callable[[dict, dict, Batch], tuple[jax.Array, jax.Array]]:
+    sizes = _sizes(config, mesh)
+    plan, pipe = zero1.plan(config, sizes), _pipeline(config, sizes)
+
+    def evaluate(params: dict, router_bias: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        weights = zero1.working(plan, zero1.local(params), config.model.dtype)
+        rows, counts = _rows(config, pipe, batch, divide=False)
+        return pipeline.evaluate(pipe, weights, router_bias, rows), counts.next_token
+
+    everywhere = PartitionSpec()
+    in_specs = (zero1.specs(plan)[0], everywhere, PartitionSpec(ROWS))
+    return jax.shard_map(evaluate, mesh=mesh, in_specs=in_specs, out_specs=(everywhere, everywhere), check_vma=False)

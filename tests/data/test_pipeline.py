@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 import json
 import time
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from k2jax.data import pipeline
-from k2jax.data.corpora import prepare
+from k2jax.data.corpora import Documents, prepare
 from k2jax.data.pipeline import heldout_batches, timed, train_batches
 
 MIXTURE = dict(web=0.4, code=0.3, math=0.2, knowledge=0.1)
@@ -227,3 +228,56 @@ def test_unknown_domains_are_named(four_domains, make_config, corpus, tmp_path, 
     small = prepare(make_config(write(tmp_path / "web", {"a.txt": "one text", "b.txt": "another"})))
     with pytest.raises(ValueError, match=r"code has weight 0.5"):
         train_batches(small, make_config(tmp_path / "web", code=0.5), batch=1, seq_len=8, seed=0)
+
+
+class Read(Documents):
+    """Documents that note which tokens are read."""
+
+    @functools.cached_property
+    def seen(self):
+        return set()
+
+    @property
+    def tokens(self):
+        return self
+
+    def __getitem__(self, part):
+        self.seen.update(range(part.start, part.stop))
+        return Documents(self.stem).tokens[part]
+
+
+def _share(batch, rows):
+    return {name: x[rows] for name, x in batch.items()}
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 4, 5], [2, 3, 6, 7], [7], list(range(8))])
+def test_a_host_builds_its_rows_of_the_same_batches_and_reads_no_others(corpus, config, rows):
+    def make(c, **options):
+        return _take(train_batches(c, config, batch=8, seq_len=64, seed=2, **options), 6)
+
+    reading = dataclasses.replace(corpus, train={domain: Read(documents.stem) for domain, documents in corpus.train.items()})
+    whole = make(corpus)
+    _assert_equal(make(reading, wanted=rows), [_share(batch, rows) for batch in whole])
+    share = sum(len(documents.seen) for documents in reading.train.values())
+    # Rows read ahead count too, and a row may come again in the next epoch: an upper bound.
+    assert share <= (6 + config.prefetch + 1) * len(rows) * 65
+
+    for domain in MIXTURE:
+        shape = dict(batch=8, seq_len=64, count=1000)
+        kept = [_share(batch, rows) for batch in heldout_batches(corpus, domain, **shape)]
+        reading = dataclasses.replace(corpus, heldout={domain: Read(corpus.heldout[domain].stem)})
+        _assert_equal(heldout_batches(reading, domain, **shape, wanted=rows), kept)
+        assert len(reading.heldout[domain].seen) == sum((batch["segments_BT"] > 0).sum() for batch in kept)
+
+
+def test_a_position_goes_on_with_other_rows(corpus, config):
+    def make(rows):
+        return train_batches(corpus, config, batch=8, seq_len=64, seed=2, wanted=rows)
+
+    first = make([0, 1])
+    _take(first, 5)
+    state = first.get_state()
+    assert state == {**make(None).get_state(), "next": 5}
+    others = make([3, 6])
+    others.set_state(json.loads(json.dumps(state)))
+    _assert_equal(_take(others, 4), [_share(batch, [3, 6]) for batch in _take(make(None), 9)[5:]])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k2jax.config import AttentionConfig, DataConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, ScheduleConfig
+from k2jax.config import AttentionConfig, DataConfig, MeshConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, ScheduleConfig
 from k2jax.train.step import init_state
 
 
@@ -52,6 +52,7 @@ def base(texts, cache):
         eval_every=5,
         eval_batches=2,
         checkpoint_every=5,
+        mesh=MeshConfig(data=1),  # of the eight devices that tests have
         model=ModelConfig(
             n_words=260,
             d_model=16,

@@ -11,6 +11,7 @@ from k2jax.train import checkpoint
 from k2jax.train.checkpoint import Checkpoints
 from k2jax.train.folder import DiskFull, Refused
 
+SPREAD = {"pipeline": 1, "data": 1}
 
 @pytest.fixture
 def saved(tmp_path):
@@ -30,26 +31,26 @@ def at(state, step):
 
 def test_what_is_restored_is_what_was_saved_though_the_state_is_given_away_at_once(small, state, saved):
     want = jax.tree.map(np.array, at(state, 3))
-    saved.save(small, at(state, 3), {"next": 3, "order": "abc"}, {"step": 1.5})
+    saved.save(small, at(state, 3), {"next": 3, "order": "abc"}, {"step": 1.5}, SPREAD)
     overwrite = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 + 9, s), donate_argnums=0)
     overwrite(at(state, jax.numpy.int32(3)))  # while the files are being written
     saved.wait()
-    got, position, seconds = saved.restore(small)
-    assert (position, seconds) == ({"next": 3, "order": "abc"}, {"step": 1.5})
+    got, position, seconds, spread = saved.restore(small)
+    assert (position, seconds, spread) == ({"next": 3, "order": "abc"}, {"step": 1.5}, SPREAD)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, got), want)
 
 
 def test_the_last_two_are_kept(small, state, saved, tmp_path):
     for step in (1, 2, 3):
-        saved.save(small, at(state, step), {}, {})
+        saved.save(small, at(state, step), {}, {}, SPREAD)
     saved.wait()
     assert saved.latest == 3
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == ["2", "3"]
 
 
 def test_a_checkpoint_of_another_config_is_refused_by_the_field_that_differs(small, state, saved):
-    saved.save(small, at(state, 1), {}, {})
+    saved.save(small, at(state, 1), {}, {}, SPREAD)
     saved.wait()
     other = replace(small, seed=5, model=replace(small.model, moe=replace(small.model.moe, n_experts=8)))
     with pytest.raises(Refused, match=r"seed: 0 != 5; model\.moe\.n_experts: 4 != 8"):
@@ -57,8 +58,8 @@ def test_a_checkpoint_of_another_config_is_refused_by_the_field_that_differs(sma
 
 
 def test_a_checkpoint_that_was_not_finished_does_not_count(small, state, saved, tmp_path):
-    saved.save(small, at(state, 1), {}, {})
-    saved.save(small, at(state, 2), {}, {})
+    saved.save(small, at(state, 1), {}, {}, SPREAD)
+    saved.save(small, at(state, 2), {}, {}, SPREAD)
     saved.wait()
     folder = tmp_path / "checkpoints"
     cut = folder / "2.orbax-checkpoint-tmp"  # as a kill leaves it: the name is given last
@@ -67,29 +68,29 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(small, state, saved, 
     again = Checkpoints(folder)
     assert again.latest == 1
     assert int(again.restore(small)[0].step) == 1
-    again.save(small, at(state, 2), {}, {})
+    again.save(small, at(state, 2), {}, {}, SPREAD)
     again.close()
     assert again.latest == 2
 
 
 def test_too_little_room_is_said_before_anything_is_written(small, state, saved, tmp_path, monkeypatch):
-    saved.save(small, at(state, 1), {}, {})
+    saved.save(small, at(state, 1), {}, {}, SPREAD)
     saved.wait()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(DiskFull, match=r"the checkpoint of step 2 could not .* the checkpoint of step 1 is whole"):
-        saved.save(small, at(state, 2), {}, {})
+        saved.save(small, at(state, 2), {}, {}, SPREAD)
     assert saved.latest == 1 and int(saved.restore(small)[0].step) == 1
 
 
 def test_writing_that_fails_midway_leaves_the_checkpoint_before_it(small, state, saved, tmp_path):
-    saved.save(small, at(state, 1), {}, {})
+    saved.save(small, at(state, 1), {}, {}, SPREAD)
     saved.wait()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
         with pytest.raises(DiskFull, match="no space is left; the checkpoint of step 1 is whole"):
-            saved.save(small, at(state, 2), {}, {})
+            saved.save(small, at(state, 2), {}, {}, SPREAD)
             saved.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -100,7 +101,7 @@ def test_writing_that_fails_midway_leaves_the_checkpoint_before_it(small, state,
 
 
 def test_the_config_in_a_checkpoint_is_readable_json(small, state, saved, tmp_path):
-    saved.save(small, at(state, 1), {}, {})
+    saved.save(small, at(state, 1), {}, {}, SPREAD)
     saved.wait()
     record = json.loads((tmp_path / "checkpoints" / "1" / "record" / "metadata").read_text())
     assert record["config"]["model"]["d_model"] == 16

@@ -23,7 +23,7 @@ NOT_OF_THE_CLOCK = ("loss", "grad_norm", "update_rms", "max_logit", "load_imbala
 
 def last_state(config):
     saved = Checkpoints(config.out / "checkpoints")
-    state, position, _ = saved.restore(config)
+    state, position, *_ = saved.restore(config)
     saved.close()
     return jax.tree.map(np.array, state), position
 

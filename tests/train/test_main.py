@@ -6,16 +6,22 @@ import sys
 import pytest
 
 from configs import tiny
-from k2jax.config import RunConfig
-from k2jax.train.__main__ import main, parse
+from k2jax.config import HostsConfig, RunConfig
+from k2jax.train.__main__ import Command, main, parse
 
 
 def test_a_preset_and_fields_at_any_depth():
-    config = parse(
+    command = parse(
         ["configs.tiny", "--steps", "7", "--model.moe.n-experts", "64", "--optim.rule", "adamw", "--data.web", "0.5"]
     )
+    config = command.run
     assert (config.steps, config.model.moe.n_experts, config.optim.rule, config.data.web) == (7, 64, "adamw", 0.5)
-    assert parse(["configs.tiny"]) == tiny.config()
+    assert parse(["configs.tiny"]) == Command(run=tiny.config())
+
+
+def test_the_place_among_processes_is_no_part_of_the_run():
+    command = parse(["configs.tiny", "--hosts.coordinator", "node0:1234", "--hosts.count", "4", "--hosts.index", "2"])
+    assert command == Command(run=tiny.config(), hosts=HostsConfig(coordinator="node0:1234", count=4, index=2))
 
 
 @pytest.mark.parametrize(
@@ -36,6 +42,8 @@ def test_a_preset_and_fields_at_any_depth():
         (["configs.tiny", "--seq-len", "1024"], "seq_len must be at most the model's context=512; got 1024"),
         (["configs.tiny", "--data.vocab", "2048"], "n_words=1024; got vocab=2048"),
         (["configs.tiny", "--batch", "6", "--microbatches", "4"], "batch=6, microbatches=4"),
+        (["configs.tiny", "--hosts.patience", "0"], "HostsConfig.patience must be positive; got 0"),
+        (["configs.tiny", "--hosts.count", "2"], "needs --hosts.coordinator, --hosts.count and --hosts.index; got .*count=2"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_code_2(arguments, said, capsys):
@@ -55,7 +63,7 @@ def fields(kind, prefix=""):
 def test_help_names_every_field_and_says_what_it_means():
     command = [sys.executable, "-m", "k2jax.train", "configs.tiny", "--help"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    flags = list(fields(RunConfig))
+    flags = [*fields(RunConfig), *fields(HostsConfig, "hosts.")]
     assert len(flags) > 60
     missing = [flag for flag in flags if not re.search(rf"{re.escape(flag)}[\s,]", out)]
     assert not missing
@@ -66,6 +74,7 @@ def test_help_names_every_field_and_says_what_it_means():
         "QK-Clip threshold",
         "share of documents",
         "lambda of the MTP loss",
+        "HOST:PORT at which process 0 listens",
     ):
         assert words in said
 

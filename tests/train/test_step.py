@@ -133,13 +133,13 @@ def test_one_program_serves_every_budget(stepped, make_batch):
 
 def test_evaluation_sums_over_targets(small, fresh_state, make_batch):
     state, evaluate, batch = fresh_state(), make_eval(small), make_batch(5, 4, 33)
-    nll, count = evaluate(state.params, state.router_bias, batch)
+    nll, count = evaluate(state, batch)
     assert int(count) == int(count_targets(jnp.asarray(batch["segments_BT"])).next_token)
     # Padding adds nothing: a batch with one row emptied has the sum of the others.
     parts = []
     for b in range(4):
         alone = {name: np.where(np.arange(4)[:, None] == b, a, 0) for name, a in batch.items()}
-        parts.append(evaluate(state.params, state.router_bias, alone))
+        parts.append(evaluate(state, alone))
     np.testing.assert_allclose(nll, sum(float(n) for n, _ in parts), rtol=1e-6)
     assert int(count) == sum(int(c) for _, c in parts)
 

@@ -1,0 +1,74 @@
+"""H100 devices to compile for, on a machine without one.
+
+XLA for CUDA compiles for a described target: `jax.jit(f).lower(...).compile()` over a mesh of these devices gives the scheduled
+program (`as_text()`) and what it needs of each device (`memory_analysis()`), but no speed and no numbers. It takes no GPU, no
+driver: only XLA's CUDA plugin, ptxas and libdevice, `pip install -e '.[aot]'`; JAX_PLATFORMS=cpu keeps jax from seeking a GPU.
+"""
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+
+# The fields that XLA's cost models, limits and code generation read. Sources: [H] NVIDIA's H100 data sheet and white paper, SXM
+# module with 80 GB; [C] CUDA C++ programming guide, technical specifications of compute capability 9.0.
+H100_SXM = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"  # the name the driver gives it
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }  # sm_90a: wgmma and TMA
+  core_count: 132                        # [H] streaming multiprocessors
+  fpus_per_core: 128                     # [H] FP32 units a multiprocessor
+  clock_rate_ghz: 1.98                   # [H] boost
+  memory_bandwidth: 3350000000000        # [H] 3.35 TB/s
+  device_memory_size: 80000000000        # [H] 80 GB
+  l2_cache_size: 52428800                # [H] 50 MB
+  threads_per_warp: 32                   # [C] this line and the rest
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_core: 233472         # 228 KB
+  shared_memory_per_block: 49152         # 48 KB without opting in
+  shared_memory_per_block_optin: 232448  # 227 KB
+  block_dim_limit_x: 2147483647          # blocks of a grid
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+"""
+
+
+# What exchanges need to run beside compute. They are asynchronous by default; this moves their starts up and their ends down.
+# XLA also turns it on by itself where its analytical cost model knows the GPU. One collective is under way at a time.
+OVERLAP = {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+def h100(n_devices: int, per_node: int = 8) -> list[jax.Device]:
+    """Compile-only H100 devices, `per_node` to a host, host by host.
+
+    Raises ValueError if they do not fill their hosts, RuntimeError if XLA's CUDA plugin or ptxas is missing.
+    """
+    hosts, left = divmod(n_devices, per_node) if n_devices > per_node else (1, 0)
+    if left or n_devices < 1:
+        raise ValueError(f"n_devices must be a multiple of per_node, or 1 to per_node; got {n_devices=}, {per_node=}")
+    if not ptxas():
+        raise RuntimeError("compiling for H100 needs ptxas, and none was found; run: pip install -e '.[aot]'")
+    topology = f"1x{hosts}x{min(n_devices, per_node)}"  # one partition: every host reaches every other
+    try:
+        return topologies.get_topology_desc(platform="cuda", target_config=H100_SXM, topology=topology).devices
+    except NotImplementedError as error:
+        raise RuntimeError(
+            "compiling for H100 needs XLA's CUDA plugin, from pip install -e '.[aot]', and, without a GPU, JAX_PLATFORMS=cpu"
+        ) from error
+
+
+def ptxas() -> Path | None:
+    """The PTX assembler that XLA will find: CUDA_ROOT's, the installed package's, the search path's or the system's."""
+    package = importlib.util.find_spec("nvidia.cu13") if importlib.util.find_spec("nvidia") else None
+    roots = [os.environ.get("CUDA_ROOT"), *(package.submodule_search_locations if package else []), "/usr/local/cuda"]
+    found = [path for root in roots if root and (path := Path(root, "bin", "ptxas")).exists()]
+    on_path = shutil.which("ptxas")
+    return found[0] if found else Path(on_path) if on_path else None

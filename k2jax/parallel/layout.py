@@ -1,0 +1,59 @@
+"""Where every layer lives: which slot of which chunk of which pipeline stage.
+
+A stage holds v chunks of l slots; the model passes through chunk 0 of every stage, then chunk 1 of every stage, and so on. Layer
+counts that do not fill the slots (61 layers and MTP in 64, K2) leave slots that pass their input on. MTP takes the last slot.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from k2jax.config import MeshConfig, ModelConfig
+
+IDENTITY, MOE, DENSE, MTP = range(4)  # what a slot holds
+
+
+class Layout(NamedTuple):
+    """The slots of all stages. Slot s of a stage is place s % layers of chunk s // layers."""
+
+    stages: int
+    chunks: int  # a stage
+    layers: int  # slots a chunk
+    kind_PS: np.ndarray  # IDENTITY, MOE, DENSE or MTP
+    layer_PS: np.ndarray  # index within its stack ("dense", "moe", "mtp"); -1 at identity
+    dense_PJ: np.ndarray  # the dense layers of each stage, -1 beyond their number; J = most of any stage
+    dense_slot_PJ: np.ndarray  # their slots; 0 beyond
+
+    @property
+    def slots(self) -> int:
+        """Slots a stage."""
+        return self.chunks * self.layers
+
+    def position(self, stage: int, slot: int) -> int:
+        """Place in the model, counted in slots."""
+        chunk, place = divmod(slot, self.layers)
+        return (chunk * self.stages + stage) * self.layers + place
+
+
+def layout(model: ModelConfig, mesh: MeshConfig) -> Layout:
+    """The layout of a model over the stages and chunks of a mesh, with the fewest slots a chunk that hold all layers."""
+    P, v = mesh.pipeline, mesh.chunks
+    n = -(-(model.n_layers + model.n_mtp) // (P * v))
+    last = P * v * n - 1
+    kind_PS, layer_PS = np.full((P, v * n), IDENTITY), np.full((P, v * n), -1)
+    empty = Layout(P, v, n, kind_PS, layer_PS, np.zeros((P, 0), int), np.zeros((P, 0), int))
+    for p in range(P):
+        for s in range(v * n):
+            position = empty.position(p, s)
+            if model.n_mtp and position == last:
+                kind_PS[p, s], layer_PS[p, s] = MTP, 0
+            elif position < model.n_dense:
+                kind_PS[p, s], layer_PS[p, s] = DENSE, position
+            elif position < model.n_layers:
+                kind_PS[p, s], layer_PS[p, s] = MOE, position - model.n_dense
+    J = (kind_PS == DENSE).sum(1).max(initial=0)
+    dense_PJ, dense_slot_PJ = np.full((P, J), -1), np.zeros((P, J), int)
+    for p in range(P):
+        for j, s in enumerate(np.flatnonzero(kind_PS[p] == DENSE)):
+            dense_PJ[p, j], dense_slot_PJ[p, j] = layer_PS[p, s], s
+    return empty._replace(dense_PJ=dense_PJ, dense_slot_PJ=dense_slot_PJ)

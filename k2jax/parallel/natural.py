@@ -1,0 +1,211 @@
+"""The owned state of a mesh and the natural one, the trees of one device: what checkpoints hold, whatever the mesh.
+
+A natural array lies on the mesh so that a device holds little of it: experts over `expert`, and one more axis that the stages
+divide over `pipeline`, since a stack's layers need not divide. One all_to_all a leaf trades a stage's slots for its part of that
+axis, or back. All of it copies bits.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from k2jax.axes import axes_of
+from k2jax.optim.muon import Path, by_path, nested
+from k2jax.parallel import zero1
+from k2jax.parallel.layout import DENSE, MOE, MTP, Layout
+from k2jax.parallel.ownership import REPLICATED, Plan
+
+VOCABULARY = ("embed_WD", "head_WD")  # a stage has its rows
+
+
+class _Home(NamedTuple):
+    """Where the layers of a natural leaf lie: entries of a leaf of the stage tree."""
+
+    path: Path
+    stacked: bool  # whether the leaf of the stage tree has an axis of entries
+    stage_L: np.ndarray
+    entry_L: np.ndarray
+
+
+def to_natural(plan: Plan, mesh: Mesh) -> Callable[[dict, dict], tuple[dict, optax.OptState]]:
+    """Returns the jitted `(owned params, owned opt_state) -> (params, opt_state)`."""
+
+    def convert(params: dict, opt_state: dict) -> tuple[dict, optax.OptState]:
+        trees = zero1.local({"params": params} | opt_state)
+        arrays = {name: _natural(plan, zero1.working(plan, trees[name], "float32")) for name in plan.sections}
+        return _fill(plan, arrays | {"count": trees["count"]})
+
+    return _mapped(convert, mesh, zero1.specs(plan), natural_specs(plan))
+
+
+def from_natural(plan: Plan, mesh: Mesh) -> Callable[[dict, optax.OptState], tuple[dict, dict]]:
+    """Returns the jitted inverse of `to_natural`."""
+
+    def convert(params: dict, opt_state: optax.OptState) -> tuple[dict, dict]:
+        arrays = _read(params, opt_state)
+        trees = {name: zero1.own(plan, _stage(plan, arrays[name]), sections) for name, sections in plan.sections.items()}
+        trees = zero1.whole(trees | {"count": arrays["count"]})
+        return trees.pop("params"), trees
+
+    return _mapped(convert, mesh, natural_specs(plan), zero1.specs(plan))
+
+
+def natural_sharding(plan: Plan, mesh: Mesh) -> tuple[dict, optax.OptState]:
+    """How `to_natural`'s arrays lie on the mesh; a checkpoint is restored to these shardings."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), natural_specs(plan))
+
+
+def natural_specs(plan: Plan) -> tuple[dict, optax.OptState]:
+    """The same without the mesh."""
+    params = {path: _spec(plan, path, x.shape) for path, x in by_path(plan.natural[0]).items()}
+    return _fill(plan, {name: params for name in plan.sections} | {"count": PartitionSpec()})
+
+
+def _mapped(f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+
+# --- the optimizer state's tree
+
+
+def _fill(plan: Plan, values: dict[str, Any]) -> tuple[dict, optax.OptState]:
+    """The natural trees with values from {"params" or moment: {path: value}, "count": value}."""
+
+    def value(path: tuple, _: Any) -> Any:
+        name, keys = _field(path)
+        return values[name][keys] if keys else values[name]
+
+    params = jax.tree.map_with_path(lambda path, _: values["params"][_field(path)[1]], plan.natural[0])
+    return params, jax.tree.map_with_path(value, plan.natural[1])
+
+
+def _read(params: dict, opt_state: optax.OptState) -> dict[str, Any]:
+    """The inverse of `_fill`."""
+    values: dict[str, Any] = {"params": by_path(params)}
+    for path, value in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
+        name, keys = _field(path)
+        if keys:
+            values.setdefault(name, {})[keys] = value
+        else:
+            values[name] = value
+    return values
+
+
+def _field(path: tuple) -> tuple[str, Path]:
+    """The moment, and within it the path, of a leaf of an optax state: the last named field and the keys after it."""
+    last = max((i for i, key in enumerate(path) if hasattr(key, "name")), default=-1)
+    return path[last].name if last >= 0 else "params", tuple(key.key for key in path[last + 1 :])
+
+
+# --- between stages and stacks of layers
+
+
+def _home(places: Layout, path: Path) -> _Home:
+    last = places.stages - 1
+    if path[0] == "dense" and path[1] == "ffn":
+        return _Home(("dense", path[2]), True, *_sorted(places.dense_PJ, places.dense_PJ >= 0))
+    if path[0] in ("dense", "moe"):
+        kind = DENSE if path[0] == "dense" else MOE
+        return _Home(("slots", *path[1:]), True, *_sorted(places.layer_PS, places.kind_PS == kind))
+    if path[:2] == ("mtp", "block"):
+        return _Home(("slots", *path[2:]), True, *_sorted(places.layer_PS, places.kind_PS == MTP))
+    return _Home(path, False, np.array([last if path[0] == "mtp" else 0]), np.array([0]))
+
+
+def _sorted(index_PS: np.ndarray, chosen_PS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Stage and entry of the chosen, by their index."""
+    stage, entry = np.nonzero(chosen_PS)
+    order = np.argsort(index_PS[stage, entry])
+    return stage[order], entry[order]
+
+
+def _traded(plan: Plan, path: Path, shape: tuple[int, ...]) -> int | None:
+    """The axis of one layer's array that is split over `pipeline`: the first, not of experts, that the stages divide."""
+    for i, size in enumerate(shape):
+        if size % plan.sizes.pipeline == 0 and not (i == 0 and axes_of(path[-1]).startswith("E")):
+            return i
+    return None
+
+
+def _spec(plan: Plan, path: Path, shape: tuple[int, ...]) -> PartitionSpec:
+    if path[-1] in VOCABULARY:
+        return PartitionSpec("pipeline")
+    lead = int(_home(plan.layout, path).stacked)
+    axes: list[str | None] = [None] * len(shape)
+    if axes_of(path[-1]).startswith("E"):
+        axes[lead] = "expert"
+    traded = _traded(plan, path, shape[lead:])
+    if traded is not None:
+        axes[lead + traded] = "pipeline"
+    return PartitionSpec(*axes)
+
+
+def _natural(plan: Plan, tree: dict) -> dict[Path, Array]:
+    """The natural leaves, or this device's parts of them, whose weights a stage tree holds."""
+    arrays = by_path(tree)
+    rows: dict[Path, Array] = {}
+    found = {}
+    for path in by_path(plan.natural[0]):
+        home = _home(plan.layout, path)
+        if home.path not in arrays:
+            continue
+        if path[-1] in VOCABULARY:
+            found[path] = arrays[path]
+            continue
+        if home.path not in rows:  # every stage's entries, in order
+            x = arrays[home.path] if home.stacked else arrays[home.path][None]
+            traded = _traded(plan, path, x.shape[1:])
+            if traded is None:
+                rows[home.path] = lax.all_gather(x, "pipeline")
+            else:
+                x = lax.all_to_all(x, "pipeline", traded + 1, 0, tiled=True)
+                rows[home.path] = x.reshape(plan.layout.stages, -1, *x.shape[1:])
+        x = rows[home.path][home.stage_L, home.entry_L]
+        found[path] = x if home.stacked else x[0]
+    return found
+
+
+def _stage(plan: Plan, arrays: dict[Path, Array]) -> dict:
+    """The inverse: the stage tree, or its part, from the natural leaves. Entries without a layer are zero."""
+    members: dict[Path, list[tuple[Path, _Home]]] = {}
+    for path in arrays:
+        home = _home(plan.layout, path)
+        members.setdefault(home.path, []).append((path, home))
+    found = {}
+    for stage_path, natural in members.items():
+        if stage_path[-1] in VOCABULARY:
+            found[stage_path] = arrays[stage_path]
+        elif stage_path in REPLICATED:
+            found[stage_path] = _of_one_layer(plan, stage_path, arrays[stage_path])
+        else:
+            found[stage_path] = _entries(plan, stage_path, [(arrays[path], home) for path, home in natural])
+    return nested(found)
+
+
+def _of_one_layer(plan: Plan, path: Path, x: Array) -> Array:
+    """A leaf without layers, whole."""
+    traded = _traded(plan, path, plan.stage[path])
+    return x if traded is None else lax.all_gather(x, "pipeline", axis=traded, tiled=True)
+
+
+def _entries(plan: Plan, path: Path, natural: list[tuple[Array, _Home]]) -> Array:
+    """One leaf of the stage tree out of the stacks of layers that lie in it."""
+    stacked = natural[0][1].stacked
+    shape = plan.stage[path]
+    entries, traded = (shape[0] if stacked else 1), _traded(plan, path, shape[1:] if stacked else shape)
+    x = natural[0][0] if stacked else natural[0][0][None]
+    rows = jnp.zeros((plan.layout.stages, entries, *x.shape[1:]), x.dtype)  # every stage's entries, in order
+    for x, home in natural:
+        rows = rows.at[home.stage_L, home.entry_L].set(x if stacked else x[None])
+    if traded is None:
+        mine = rows[lax.axis_index("pipeline")]
+    else:
+        mine = lax.all_to_all(rows.reshape(-1, *rows.shape[2:]), "pipeline", 0, traded + 1, tiled=True)
+    return mine if stacked else mine[0]

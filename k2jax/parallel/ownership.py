@@ -1,0 +1,290 @@
+"""Who owns which weights under ZeRO-1, computed on the host: whole matrices, balanced by the cost of Newton-Schulz.
+
+A stage's weights are owned in three sections.
+- "muon": matrices that all its ranks use. They go out in units, the least that the optimizer must see together: one matrix of
+  one layer, or the leaves of a layer that split "joint" fuses or QK-Clip scales by one statistic. The costliest first, each to
+  the least busy of the R = expert * data ranks, and on every stage to the same: the stages run one program.
+- "experts": of an expert rank's (slot, expert) pairs, in this order, each of its `data` ranks owns a run of `n_own`.
+- "adamw": what AdamW updates, cut anywhere.
+On their way between ranks arrays are cut in R equal parts (`k2jax.parallel.zero1`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from k2jax.axes import axes_of
+from k2jax.config import MeshConfig, ModelConfig, OptimConfig, RunConfig
+from k2jax.kernels import newton_schulz
+from k2jax.model import transformer
+from k2jax.optim.muon import FUSED, Path, blocks_of, by_path, nested
+from k2jax.optim.muonclip import muonclip, rule_of
+from k2jax.optim.qk_clip import clip_powers
+from k2jax.parallel.layout import IDENTITY, MOE, MTP, Layout, layout
+
+REPLICATED = (("norm_D",), ("mtp", "norm_D"))  # the same on every stage, so counted once in a norm
+
+
+class Leaf(NamedTuple):
+    """A leaf of the stage tree outside the experts. Each entry, one slot's matrix or a whole AdamW leaf, is cut by itself."""
+
+    path: Path
+    shape: tuple[int, ...]
+    entries: int
+    part: int  # elements of an entry in one of R parts, rounded up
+
+    @property
+    def size(self) -> int:
+        """Elements of an entry."""
+        return math.prod(self.shape) // self.entries
+
+
+class Unit(NamedTuple):
+    """Matrices of one layer that stay on one rank, which holds its units side by side, each as R rows: its R parts."""
+
+    leaves: tuple[Leaf, ...]
+    entry: int  # of each leaf; in "slots" the slot, and so the row of the statistic
+    cost: int  # FLOPs of Newton-Schulz
+    used_P: np.ndarray  # whether a stage has a layer there
+    rank: int = -1  # owner
+    first: int = -1  # column of the owner's rows
+
+    @property
+    def part(self) -> int:
+        """Columns."""
+        return sum(leaf.part for leaf in self.leaves)
+
+
+class Kind(NamedTuple):
+    """Units that differ only in where they lie, for one loop to update. N is the most of any rank."""
+
+    leaves: tuple[Leaf, ...]  # of its first unit
+    clipped: bool  # by QK-Clip
+    count_PR: np.ndarray  # a rank's units that have a layer on the stage
+    first_PRN: np.ndarray  # their columns
+    slot_PRN: np.ndarray  # and rows of the statistic
+
+    @property
+    def part(self) -> int:
+        """Columns of a unit."""
+        return sum(leaf.part for leaf in self.leaves)
+
+
+class Experts(NamedTuple):
+    """Ownership of the (slot, expert) pairs of one expert rank."""
+
+    shapes: dict[Path, tuple[int, ...]]  # leaf -> shape of one expert
+    pairs: int
+    owned: int  # pairs of a rank, rounded up
+    count_PD: np.ndarray  # a rank's pairs in slots that have experts
+    index_PDN: np.ndarray  # and which of its pairs they are
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Ownership on one mesh: the same on every process."""
+
+    sizes: MeshConfig
+    layout: Layout
+    muon: tuple[Leaf, ...]
+    units: tuple[Unit, ...]
+    kinds: tuple[Kind, ...]
+    width: int  # columns that a rank holds of Muon's weights: the most of any rank
+    adamw: tuple[Leaf, ...]  # those REPLICATED last
+    experts: Experts
+    expert_rule: str  # muon or adamw
+    load_PR: np.ndarray  # FLOPs of Newton-Schulz a step
+    stage: dict[Path, tuple[int, ...]]  # shapes of the stage tree on one rank
+    natural: tuple[dict, optax.OptState]  # shapes of the whole model's weights and optimizer state
+
+    @property
+    def ranks(self) -> int:
+        """R, ranks of a stage."""
+        return self.sizes.expert * self.sizes.data
+
+    @property
+    def n_params(self) -> int:
+        """Weights of the whole model."""
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.natural[0]))
+
+    @property
+    def balance(self) -> float:
+        """Newton-Schulz FLOPs of the busiest rank over an equal share of the busiest stage's."""
+        return float(self.load_PR.max() / self.load_PR.mean(1).max()) if self.load_PR.any() else 1.0
+
+    @property
+    def sections(self) -> dict[str, tuple[str, ...]]:
+        """The trees of the owned state, weights ("params") and the optimizer's moments, and the sections that each has."""
+        if self.expert_rule == "adamw":
+            return {tree: ("experts", "adamw") for tree in ("params", "mu", "nu")}
+        matrices = ("muon", "experts")
+        return {"params": (*matrices, "adamw"), "momentum": matrices, "mu": ("adamw",), "nu": ("adamw",)}
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The optimizer's moments."""
+        return tuple(self.sections)[1:]
+
+
+def plan(config: RunConfig, sizes: MeshConfig) -> Plan:
+    """Gives a run's weights to the ranks of a mesh whose `data` is resolved. Nothing is allocated."""
+    places, R = layout(config.model, sizes), sizes.expert * sizes.data
+    params = transformer.abstract(config.model)[0]
+    arrays = {path: x.shape for path, x in by_path(stage_shapes(config.model, sizes)).items()}
+    experts = _experts(places, sizes, {path: shape for path, shape in arrays.items() if axes_of(path[-1]).startswith("E")})
+    rule = {path: rule_of(config.optim, path) for path in arrays}
+    leaves = [_leaf(path, shape, rule[path], R) for path, shape in arrays.items() if path not in experts.shapes]
+    muon = [leaf for leaf in leaves if rule[leaf.path] == "muon"]
+    adamw = [leaf for leaf in leaves if rule[leaf.path] == "adamw"]
+
+    expert_rule = rule[next(iter(experts.shapes))]
+    one = nested({path: jax.ShapeDtypeStruct((1, *shape), jnp.float32) for path, shape in experts.shapes.items()})
+    cost = _cost(config.optim, one) if expert_rule == "muon" else 0
+    load_PR = np.tile(experts.count_PD * float(cost), (1, sizes.expert))  # rank = expert * DP + data, as the axes are listed
+    groups = _groups(config, muon)
+    units, load_PR = _assign([unit for group in groups for unit in _units(config.optim, places, group)], load_PR)
+    return Plan(
+        sizes=sizes,
+        layout=places,
+        muon=tuple(muon),
+        units=tuple(units),
+        kinds=tuple(_kinds(config, places, R, units)),
+        width=max((unit.first + unit.part for unit in units), default=0),
+        adamw=tuple(sorted(adamw, key=lambda leaf: leaf.path in REPLICATED)),
+        experts=experts,
+        expert_rule=expert_rule,
+        load_PR=load_PR,
+        stage=arrays,
+        natural=(params, jax.eval_shape(muonclip(config.optim, config.model.attention).init, params)),
+    )
+
+
+def stage_shapes(model: ModelConfig, sizes: MeshConfig) -> dict:
+    """Shapes of one stage's weights on one rank, as the pipeline takes them; all float32."""
+    places = layout(model, sizes)
+    whole = transformer.abstract(replace(model, n_layers=2, n_dense=1, n_mtp=1))[0]
+
+    def shapes(tree: dict, *lead: int) -> dict:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), jnp.float32), tree)
+
+    slots = shapes(whole["moe"], places.slots)
+    for name, x in slots["ffn"].items():
+        if axes_of(name).startswith("E"):
+            slots["ffn"][name] = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // sizes.expert, *x.shape[2:]), jnp.float32)
+    tree = {"slots": slots, "norm_D": whole["norm_D"]}
+    if places.dense_PJ.shape[1]:
+        tree["dense"] = shapes(whole["dense"]["ffn"], places.dense_PJ.shape[1])
+    if model.n_mtp:
+        tree["mtp"] = {name: x for name, x in whole["mtp"].items() if name != "block"}
+    for name in ("embed_WD", "head_WD"):
+        tree[name] = jax.ShapeDtypeStruct((model.n_words // sizes.pipeline, model.d_model), jnp.float32)
+    return tree
+
+
+def _leaf(path: Path, shape: tuple[int, ...], rule: str, ranks: int) -> Leaf:
+    entries = shape[0] if rule == "muon" and path[0] in ("slots", "dense") else 1
+    return Leaf(path, shape, entries, -(-(math.prod(shape) // entries) // ranks))
+
+
+def _experts(places: Layout, sizes: MeshConfig, arrays: dict[Path, tuple[int, ...]]) -> Experts:
+    slots, local = next(iter(arrays.values()))[:2]
+    owned = -(-slots * local // sizes.data)
+    has = np.zeros((places.stages, sizes.data * owned), bool)
+    has[:, : slots * local] = np.repeat(np.isin(places.kind_PS, (MOE, MTP)), local, axis=1)
+    has_PDN = has.reshape(places.stages, sizes.data, owned)
+    index_PDN = np.argsort(~has_PDN, axis=-1, kind="stable").astype(np.int32)  # those that have a layer, in order, first
+    return Experts({path: shape[2:] for path, shape in arrays.items()}, slots * local, owned, has_PDN.sum(-1), index_PDN)
+
+
+def _groups(config: RunConfig, leaves: Sequence[Leaf]) -> list[tuple[Leaf, ...]]:
+    """Leaves that the optimizer must see together."""
+    ties = list(FUSED) if config.optim.split == "joint" else []
+    ties += [_clipped(config)] if config.optim.rule == "muonclip" else []
+    groups = [(leaf,) for leaf in leaves]
+    for names in ties:
+        tied = [group for group in groups if any(leaf.path[-1] in names for leaf in group)]
+        if tied:
+            groups = [group for group in groups if group not in tied] + [sum(tied, ())]
+    return groups
+
+
+def _clipped(config: RunConfig) -> tuple[str, ...]:
+    return tuple(clip_powers(config.optim, config.model.attention))
+
+
+def _units(optim: OptimConfig, places: Layout, leaves: tuple[Leaf, ...]) -> list[Unit]:
+    cost = _cost(optim, tree_of(leaves))
+    return [Unit(leaves, i, cost, _used(places, leaves[0].path, i)) for i in range(leaves[0].entries)]
+
+
+def tree_of(leaves: Sequence[Leaf]) -> dict:
+    """Shapes of one entry of each leaf, as a stack of one layer."""
+    shapes = {leaf.path: leaf.shape if leaf.entries == 1 and leaf.path[0] == "mtp" else (1, *leaf.shape[1:]) for leaf in leaves}
+    return nested({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()})
+
+
+def _cost(optim: OptimConfig, tree: dict) -> int:
+    """FLOPs of Newton-Schulz over a tree of matrices."""
+    total = 0
+    for block in blocks_of(tree, optim.split):
+        form = newton_schulz.form(block.n, block.m, optim.ns_steps)
+        total += block.count * newton_schulz.flops(block.n, block.m, optim.ns_steps, form)
+    return total
+
+
+def _used(places: Layout, path: Path, entry: int) -> np.ndarray:
+    """Whether the entry of a leaf holds a layer's weights, by stage."""
+    if path[0] == "dense":
+        return places.dense_PJ[:, entry] >= 0
+    if path[0] == "mtp":
+        return np.arange(places.stages) == places.stages - 1
+    kind_P = places.kind_PS[:, entry]
+    return kind_P != IDENTITY if path[1] == "attention" else np.isin(kind_P, (MOE, MTP))
+
+
+def _assign(units: Sequence[Unit], load_PR: np.ndarray) -> tuple[list[Unit], np.ndarray]:
+    """Owners and columns of units, and the loads with them: the costliest first, each where its stages end up least busy."""
+    load_PR, filled_R = load_PR.copy(), np.zeros(load_PR.shape[1], int)
+    assigned = []
+    for unit in sorted(units, key=lambda unit: -unit.cost):
+        then_PR = load_PR + unit.used_P[:, None] * unit.cost
+
+        def busy(rank: int, then_PR: np.ndarray = then_PR, used_P: np.ndarray = unit.used_P) -> tuple:
+            # The step waits for the busiest stage; what decides beyond that are the unit's own stages, and then memory.
+            return then_PR[:, rank].max(), then_PR[used_P, rank].max(initial=0), filled_R[rank]
+
+        rank = min(range(len(filled_R)), key=busy)
+        assigned.append(unit._replace(rank=rank, first=int(filled_R[rank])))
+        load_PR[:, rank], filled_R[rank] = then_PR[:, rank], filled_R[rank] + unit.part
+    return assigned, load_PR
+
+
+def _kinds(config: RunConfig, places: Layout, ranks: int, units: Sequence[Unit]) -> list[Kind]:
+    by_kind: dict = {}
+    for unit in units:
+        alone, entry_shape = len(unit.leaves) == 1, tuple(x.shape for x in jax.tree.leaves(tree_of(unit.leaves)))
+        key = (axes_of(unit.leaves[0].path[-1]), entry_shape) if alone else tuple(leaf.path for leaf in unit.leaves)
+        by_kind.setdefault(key, []).append(unit)
+    found = []
+    for members in by_kind.values():
+        clipped = config.optim.rule == "muonclip" and members[0].leaves[0].path[-1] in _clipped(config)
+        held = {
+            (p, r): [unit for unit in members if unit.rank == r and unit.used_P[p]]
+            for p in range(places.stages)
+            for r in range(ranks)
+        }
+        most = max(len(owned) for owned in held.values())
+        count_PR = np.zeros((places.stages, ranks), np.int32)
+        first_PRN, slot_PRN = np.zeros((2, places.stages, ranks, most), np.int32)
+        for (p, r), owned in held.items():
+            count_PR[p, r] = len(owned)
+            first_PRN[p, r, : len(owned)] = [unit.first for unit in owned]
+            slot_PRN[p, r, : len(owned)] = [unit.entry for unit in owned]
+        found.append(Kind(members[0].leaves, clipped, count_PR, first_PRN, slot_PRN))
+    return found

@@ -1,0 +1,329 @@
+"""ZeRO-1 that never cuts a matrix: each rank keeps float32 weights and moments of whole matrices, and updates those.
+
+working: owned float32 weights -> cast -> one all_gather -> the stage tree that forward and backward use
+update:  gradients -> one reduce_scatter -> clip their norm -> MuonClip matrix by matrix, no collective -> owned weights
+
+A collective hands out equal parts, and matrices are few and unequal: K2 on 256 nodes has 43 units for the 128 ranks of a stage,
+and with a unit a part buffers would be as large as 128 of the largest. So the big collectives move every array in R equal parts,
+and one all_to_all, no larger than what a rank owns, brings the parts of a matrix together at its owner, or takes them back.
+Experts are many and equal: they are scattered and gathered whole, over `data`. All functions but `abstract_owned` and `specs` run
+inside one shard_map over the mesh, on device-local arrays.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from k2jax.config import RunConfig
+from k2jax.optim.muon import Path, by_path, nested
+from k2jax.optim.muonclip import muonclip
+from k2jax.parallel.mesh import AXES
+from k2jax.parallel.ownership import REPLICATED, Kind, Leaf, Plan, tree_of
+from k2jax.parallel.ownership import plan as plan  # the first thing a user of this module needs
+
+RANKS = ("expert", "data")  # the ranks of a stage, in the order in which the plan counts them
+
+
+# --- the owned state as global arrays
+
+
+def abstract_owned(plan: Plan) -> tuple[dict, dict]:
+    """Shapes of the owned weights and optimizer state as global arrays: axes [P, EP, DP], then those of one rank's array.
+
+    Every tree is {"muon": [R, columns], "experts": {leaf: [owned, ...]}, "adamw": [columns]} or what it needs of that. The
+    optimizer state has a tree for each moment, of momentum, mu, nu, and the `count` of steps.
+    """
+    lead = (plan.sizes.pipeline, plan.sizes.expert, plan.sizes.data)
+    shapes = {
+        "muon": (plan.ranks, plan.width),
+        "experts": {path[-1]: (plan.experts.owned, *shape) for path, shape in plan.experts.shapes.items()},
+        "adamw": (sum(leaf.part for leaf in plan.adamw),),
+    }
+
+    def tree(name: str) -> dict:
+        return jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct((*lead, *shape), jnp.float32),
+            {section: shapes[section] for section in plan.sections[name]},
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+
+    return tree("params"), {name: tree(name) for name in plan.moments} | {"count": jax.ShapeDtypeStruct((), jnp.int32)}
+
+
+def specs(plan: Plan) -> tuple[dict, dict]:
+    """How those arrays lie on the mesh: a slice a device, the count on all."""
+    return jax.tree.map(lambda x: PartitionSpec(*AXES) if x.ndim else PartitionSpec(), abstract_owned(plan))
+
+
+def local(tree):
+    """A rank's own arrays, without the three mesh axes, which have size 1 there."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[3:]) if x.ndim else x, tree)
+
+
+def whole(tree):
+    """The inverse of `local`."""
+    return jax.tree.map(lambda x: x[None, None, None] if x.ndim else x, tree)
+
+
+# --- between the stage tree and what a rank owns
+
+
+def working(plan: Plan, owned: dict, dtype: str) -> dict:
+    """The stage tree, or as much of it as `owned` has sections of, gathered from the owners.
+
+    Matrices are cast to `dtype` before they travel; norm gains and the router stay float32, as in `k2jax.model.transformer`.
+    """
+    parts = _from_owners(plan, owned["muon"]) if "muon" in owned else {}
+    parts |= _split(plan.adamw, owned["adamw"]) if "adamw" in owned else {}
+    dtypes = {path: "float32" if "norm" in path[-1] or path[-1] == "router_DE" else dtype for path in parts}
+    found = {}
+    for kind in dict.fromkeys(dtypes.values()):  # one all_gather for each
+        leaves = [leaf for leaf in (*plan.muon, *plan.adamw) if dtypes.get(leaf.path) == kind]
+        shares = lax.all_gather(jnp.concatenate([parts[leaf.path].astype(kind) for leaf in leaves]), RANKS)
+        found |= {leaf.path: _join(leaf, x) for leaf, x in zip(leaves, _split(leaves, shares).values(), strict=True)}
+    for path, shape in plan.experts.shapes.items() if "experts" in owned else ():
+        x = owned["experts"][path[-1]].astype(dtype)
+        x = lax.all_gather(x, "data", tiled=True) if plan.sizes.data > 1 else x
+        found[path] = x[: plan.experts.pairs].reshape(plan.layout.slots, -1, *shape)
+    return nested(found)
+
+
+def own(plan: Plan, tree: dict, sections: Sequence[str]) -> dict:
+    """The inverse of `working` in float32: what this rank owns of a stage tree that its whole stage holds alike."""
+
+    def of_experts(x: Float[Array, "n ..."]) -> Float[Array, "m ..."]:
+        return lax.dynamic_slice_in_dim(x, lax.axis_index("data") * plan.experts.owned, plan.experts.owned)
+
+    return _owned(plan, tree, sections, lambda shares: shares[lax.axis_index(RANKS)], of_experts)
+
+
+def reduce(plan: Plan, gradients: dict) -> dict:
+    """What this rank owns of the sum of its stage's trees: one reduce_scatter, and over `data` one for each leaf of experts."""
+
+    def of_experts(x: Float[Array, "n ..."]) -> Float[Array, "m ..."]:
+        return lax.psum_scatter(x, "data", tiled=True) if plan.sizes.data > 1 else x
+
+    return _owned(plan, gradients, plan.sections["params"], lambda shares: lax.psum_scatter(shares, RANKS), of_experts)
+
+
+def _owned(plan: Plan, tree: dict, sections: Sequence[str], of_shares: Callable, of_experts: Callable) -> dict:
+    """The sections of a stage tree, given what takes this rank's part of [R, n] shares, and of [DP * owned, ...] experts."""
+    arrays, owned = by_path(tree), {}
+    leaves = {section: leaves for section, leaves in (("muon", plan.muon), ("adamw", plan.adamw)) if section in sections}
+    cut = [_cut(leaf, arrays[leaf.path], plan.ranks) for section in leaves.values() for leaf in section]
+    share = of_shares(jnp.concatenate(cut, axis=1))
+    if "muon" in leaves:
+        owned["muon"] = _to_owners(plan, _split(plan.muon, share))
+    if "adamw" in leaves:
+        owned["adamw"] = share[share.shape[0] - sum(leaf.part for leaf in plan.adamw) :]
+    if "experts" in sections:
+        pad = plan.sizes.data * plan.experts.owned - plan.experts.pairs
+        pairs = {path: arrays[path].reshape(-1, *shape) for path, shape in plan.experts.shapes.items()}
+        owned["experts"] = {path[-1]: of_experts(_pad(x, pad)) for path, x in pairs.items()}
+    return owned
+
+
+def _cut(leaf: Leaf, x: Array, ranks: int) -> Float[Array, "R n"]:
+    """Each entry in R parts: row r has the r-th part of all entries, side by side."""
+    x = x.reshape(leaf.entries, leaf.size)
+    x = jnp.pad(x, ((0, 0), (0, ranks * leaf.part - leaf.size)))
+    return x.reshape(leaf.entries, ranks, leaf.part).swapaxes(0, 1).reshape(ranks, -1)
+
+
+def _join(leaf: Leaf, parts: Float[Array, "R n"]) -> Array:
+    """The inverse of `_cut`."""
+    x = parts.reshape(-1, leaf.entries, leaf.part).swapaxes(0, 1).reshape(leaf.entries, -1)
+    return x[:, : leaf.size].reshape(leaf.shape)
+
+
+def _pad(x: Array, rows: int) -> Array:
+    return jnp.pad(x, ((0, rows), *((0, 0),) * (x.ndim - 1))) if rows else x
+
+
+def _split(leaves: Sequence[Leaf], share: Float[Array, "... n"]) -> dict[Path, Float[Array, "... m"]]:
+    """The leaves' parts in a share, from its beginning."""
+    found, first = {}, 0
+    for leaf in leaves:
+        found[leaf.path] = share[..., first : first + leaf.entries * leaf.part]
+        first += leaf.entries * leaf.part
+    return found
+
+
+def _to_owners(plan: Plan, parts: Mapping[Path, Float[Array, " n"]]) -> Float[Array, "R m"]:
+    """Sends every unit's part to the unit's owner; returns the R parts of the units that this rank owns."""
+    rows = [[] for _ in range(plan.ranks)]
+    for unit in sorted(plan.units, key=lambda unit: unit.first):
+        rows[unit.rank] += [parts[leaf.path][unit.entry * leaf.part :][: leaf.part] for leaf in unit.leaves]
+    whole = [jnp.concatenate([*row, jnp.zeros(plan.width - sum(map(len, row)))]) for row in rows]
+    return lax.all_to_all(jnp.stack(whole), RANKS, 0, 0, tiled=True)
+
+
+def _from_owners(plan: Plan, owned: Float[Array, "R m"]) -> dict[Path, Float[Array, " n"]]:
+    """The inverse of `_to_owners`."""
+    rows, parts = lax.all_to_all(owned, RANKS, 0, 0, tiled=True), {}
+    for unit in plan.units:
+        first = unit.first
+        for leaf in unit.leaves:
+            parts[leaf.path, unit.entry] = rows[unit.rank, first : first + leaf.part]
+            first += leaf.part
+    return {leaf.path: jnp.concatenate([parts[leaf.path, i] for i in range(leaf.entries)]) for leaf in plan.muon}
+
+
+# --- the update
+
+
+class _Step(NamedTuple):
+    """What every matrix's update needs."""
+
+    config: RunConfig
+    rate: Float[Array, ""]
+    count: Int[Array, ""]
+    norm: Float[Array, ""]
+    finite: Bool[Array, ""]
+
+    def clip(self, gradient: Array) -> Array:
+        """`optax.clip_by_global_norm` with the norm of the whole model's gradient."""
+        limit = self.config.optim.clip_norm
+        return jnp.where(self.norm < limit, gradient, gradient / self.norm * limit) if limit else gradient
+
+    def apply(self, rule: str, params: dict, moments: dict, gradients: dict, max_logit_LH: dict) -> tuple[dict, dict, dict]:
+        """`muonclip` on a few leaves; returns weights, moments and updates."""
+        optimizer = muonclip(replace(self.config.optim, rule=rule, clip_norm=0.0), self.config.model.attention)
+        state = optax.tree.set(optimizer.init(params), **moments, count=self.count)
+        gradients = jax.tree.map(self.clip, gradients)
+        updates, state = optimizer.update(gradients, state, params, learning_rate=self.rate, max_logit_LH=max_logit_LH)
+        moments = {name: optax.tree.get(state, name) for name in moments}
+        return optax.apply_updates(params, updates), moments, updates
+
+
+def update(
+    plan: Plan,
+    config: RunConfig,
+    params: dict,
+    opt_state: dict,
+    gradients: dict,
+    rate: Float[Array, ""],
+    max_logit_SH: Float[Array, "S H"],
+    finite_loss: Bool[Array, ""],
+) -> tuple[dict, dict, dict]:
+    """One step of the optimizer on what this rank owns; returns weights, optimizer state and metrics.
+
+    `gradients` is this rank's stage tree, float32, not yet summed over ranks; in it what every stage has, `norm_D` and
+    `mtp/norm_D`, is already summed over the stages. `max_logit_SH` are the step's largest logits in the stage's slots. The
+    metrics are `grad_norm`, `finite` and `update_rms` of the whole model, the same on all devices. If the gradient's norm or the
+    loss is not finite, nothing changes, bit for bit, and `update_rms` is nan.
+    """
+    owned = reduce(plan, gradients)
+    norm = jnp.sqrt(lax.psum(_squares_owned(plan, owned), AXES))
+    finite = jnp.isfinite(norm) & finite_loss
+    step = _Step(config, rate, opt_state["count"], norm, finite)
+    params, moments = dict(params), {name: dict(opt_state[name]) for name in plan.moments}
+    squares = jnp.zeros(())
+    for section, f in {"muon": _update_muon, "experts": _update_experts, "adamw": _update_adamw}.items():
+        if section in params:
+            old = {name: moments[name][section] for name in plan.moments if section in moments[name]}
+            params[section], new, more = f(plan, step, params[section], old, owned[section], max_logit_SH)
+            squares += more
+            for name, moment in new.items():
+                moments[name][section] = moment
+    rms = jnp.sqrt(lax.psum(squares, AXES)) / plan.n_params**0.5
+    count = jnp.where(finite, optax.safe_increment(step.count), step.count)
+    metrics = {"grad_norm": norm, "finite": finite, "update_rms": jnp.where(finite, rms, jnp.nan)}
+    return params, moments | {"count": count}, metrics
+
+
+def _update_muon(plan: Plan, step: _Step, params: Array, moments: dict, gradients: Array, max_logit_SH: Array):
+    """One loop for each kind of unit over as many as this rank owns, in place."""
+    stage, rank = lax.axis_index("pipeline"), lax.axis_index(RANKS)
+    carry = params, moments, jnp.zeros(())
+    for kind in plan.kinds:
+        first_N, slot_N = (jnp.asarray(table)[stage, rank] for table in (kind.first_PRN, kind.slot_PRN))
+        rule = "muonclip" if kind.clipped else "muon"
+
+        def body(i, carry, kind=kind, first_N=first_N, slot_N=slot_N, rule=rule):
+            def take(rows: Float[Array, "R m"]) -> dict:
+                return _open(kind, lax.dynamic_slice_in_dim(rows, first_N[i], kind.part, axis=1))
+
+            def put(rows: Float[Array, "R m"], unit: dict) -> Float[Array, "R m"]:
+                return lax.dynamic_update_slice_in_dim(rows, _close(kind, unit, plan.ranks), first_N[i], axis=1)
+
+            params, moments, squares = carry
+            logits = {"slots": max_logit_SH[slot_N[i]][None]} if kind.clipped else {}
+            old = {name: take(moment) for name, moment in moments.items()}
+            unit, new, updates = step.apply(rule, take(params), old, take(gradients), logits)
+            moments = {name: put(moments[name], x) for name, x in new.items()}
+            return put(params, unit), moments, squares + _squares(updates)
+
+        count = jnp.where(step.finite, jnp.asarray(kind.count_PR)[stage, rank], 0)
+        carry = lax.fori_loop(0, count, body, carry)
+    return carry
+
+
+def _open(kind: Kind, rows: Float[Array, "R m"]) -> dict:
+    """A unit's matrices, each a stack of one layer."""
+    shapes, found, first = by_path(tree_of(kind.leaves)), {}, 0
+    for leaf in kind.leaves:
+        found[leaf.path] = rows[:, first : first + leaf.part].reshape(-1)[: leaf.size].reshape(shapes[leaf.path].shape)
+        first += leaf.part
+    return nested(found)
+
+
+def _close(kind: Kind, unit: dict, ranks: int) -> Float[Array, "R m"]:
+    """The inverse of `_open`."""
+    arrays = by_path(unit)
+    rows = [_pad(arrays[leaf.path].reshape(-1), ranks * leaf.part - leaf.size).reshape(ranks, -1) for leaf in kind.leaves]
+    return jnp.concatenate(rows, axis=1)
+
+
+def _update_experts(plan: Plan, step: _Step, params: dict, moments: dict, gradients: dict, max_logit_SH: Array):
+    """One expert at a time, in place: beyond what it is given the loop needs room for a few matrices."""
+    del max_logit_SH
+    stage, replica = lax.axis_index("pipeline"), lax.axis_index("data")
+    index_N = jnp.asarray(plan.experts.index_PDN)[stage, replica]
+
+    def body(i, carry):
+        def take(tree: dict) -> dict:
+            return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index_N[i], 1), tree)
+
+        params, moments, squares = carry
+        *new, updates = step.apply(plan.expert_rule, take(params), take(moments), take(gradients), {})
+        old = params, moments
+        put = jax.tree.map(lambda x, one: lax.dynamic_update_slice_in_dim(x, one, index_N[i], 0), old, tuple(new))
+        return *put, squares + _squares(updates)
+
+    count = jnp.where(step.finite, jnp.asarray(plan.experts.count_PD)[stage, replica], 0)
+    return lax.fori_loop(0, count, body, (params, moments, jnp.zeros(())))
+
+
+def _update_adamw(plan: Plan, step: _Step, params: Array, moments: dict, gradients: Array, max_logit_SH: Array):
+    """All at once, element by element."""
+    del max_logit_SH
+    old = {"adamw": params}, {name: {"adamw": x} for name, x in moments.items()}
+    *new, updates = step.apply("adamw", *old, {"adamw": gradients}, {})
+    params, moments = jax.tree.map(lambda a, b: jnp.where(step.finite, a, b), tuple(new), old)
+    return params["adamw"], {name: x["adamw"] for name, x in moments.items()}, _once(plan, updates["adamw"])
+
+
+# --- sums of squares
+
+
+def _squares(tree) -> Float[Array, ""]:
+    return optax.tree.norm(tree, squared=True)
+
+
+def _squares_owned(plan: Plan, owned: dict) -> Float[Array, ""]:
+    """Over all sections; the sum over all devices is that of the model."""
+    return sum(_once(plan, x) if section == "adamw" else _squares(x) for section, x in owned.items())
+
+
+def _once(plan: Plan, x: Float[Array, " n"]) -> Float[Array, ""]:
+    """Of an AdamW section; leaves that every stage has count on the first stage alone."""
+    n = sum(leaf.part for leaf in plan.adamw if leaf.path not in REPLICATED)
+    return _squares(x[:n]) + jnp.where(lax.axis_index("pipeline") == 0, _squares(x[n:]), 0)
