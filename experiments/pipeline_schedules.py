@@ -16,23 +16,18 @@ against chunks and microbatches) and summary.json.
 """
 
 import json
-import shlex
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from experiments import _costs, _pipeline_memory, _record, _schedules, _timelines
+from experiments import _costs, _pipeline_memory, _schedules, _timelines
 from experiments._costs import Machine
 from experiments._schedules import Schedule, Sizes
-from experiments._simulator import CAUSES, PHASES, Costs, Idle, Timeline, idle, peak_residuals, simulate
+from experiments._simulator import Costs, Idle, Timeline, idle, peak_residuals, simulate
 from k2jax.parallel import schedule
 from k2jax.train.folder import write
 

@@ -223,7 +223,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How a run is spread over devices (report 2.4.2); the defaults are one device. K2: pipeline 16, expert 16, the rest data."""
+    """How a run is spread over devices (report 2.4.2). K2: pipeline 16, expert 16, the rest data."""
 
     pipeline: int = 1  # stages; layers and the vocabulary are split over them
     expert: int = 1  # ranks that share a layer's experts; rows of the batch are split over them too

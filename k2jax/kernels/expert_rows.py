@@ -2,9 +2,10 @@
 
 A row is one token; it may use several of the experts here. (Row, choice) pairs are sorted by expert and cut into blocks of one
 expert each; loops with a dynamic trip count gather a block's rows, multiply, and add the result back, so memory does not depend
-on how many experts a row uses and cost goes with the pairs. Weights of all layers are read, and their gradients added, in place:
-`gate_LEDF[slot, expert]` inside the loop. The backward pass gives the rows' gradients first and keeps what the weights' gradients
-need, so that those can run beside the transfer of the former (report 2.4.2: decoupled weight gradient). This is the jnp form.
+on how many experts a row uses and cost goes with the pairs. Weights of all layers are read, and their gradients added, in
+place: `gate_LEDF[slot, expert]` inside the loop. The backward pass gives the rows' gradients first and keeps what the weights'
+gradients need, so that those can run beside the transfer of the former (report 2.4.2: decoupled weight gradient). This is the
+jnp form.
 """
 
 from typing import NamedTuple

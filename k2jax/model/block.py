@@ -1,6 +1,7 @@
 """One transformer layer, and a scan over a stack of them."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,13 @@ from k2jax.model.mla import GQA, MLA, Context
 from k2jax.model.moe import Dense, MoE, Routing
 from k2jax.model.norm import rms_norm
 from k2jax.model.weights import fill, weight
+
+Around = Callable[[Callable], Callable]
+
+
+def keep(layer: Callable) -> Callable:
+    """The policy that keeps all activations of a layer for its backward pass."""
+    return layer
 
 
 class Block(nnx.Module):
@@ -38,7 +46,7 @@ class Block(nnx.Module):
     def attend(
         self, x_BTD: Float[Array, "B T D"], context: Context
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Float[Array, " H"]]:
-        """The first half of the layer: the stream with attention added, its norm, which the ffn reads, and the largest logits."""
+        """The first half: the stream with attention added, its norm, which the ffn reads, and the largest logits."""
         y_BTD, max_logit_H = self.attention(rms_norm(x_BTD, self.attention_norm_D[...], self.eps), context)
         x_BTD = x_BTD + y_BTD
         return x_BTD, rms_norm(x_BTD, self.ffn_norm_D[...], self.eps), max_logit_H
@@ -55,10 +63,14 @@ def holding(config: ModelConfig, weights: dict) -> Block:
 
 
 def run_stack(
-    layers: Block, x_BTD: Float[Array, "B T D"], bias_LE: Float[Array, "L E"] | None, context: Context
+    layers: Block,
+    x_BTD: Float[Array, "B T D"],
+    bias_LE: Float[Array, "L E"] | None,
+    context: Context,
+    around: Around = keep,
 ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
     """Applies stacked layers in order; returns the stream and, stacked over layers, `max_logit_LH`, and with experts
-    `load_LE` and the summed `balance`."""
+    `load_LE` and the summed `balance`. `around` wraps the function of one layer: `jax.checkpoint` recomputes it."""
     graphdef, weights = nnx.split(layers)
 
     def step(x_BTD, layer):
@@ -68,7 +80,7 @@ def run_stack(
             seen |= {"load_LE": routing.load_E, "balance": routing.balance}
         return x_BTD, seen
 
-    x_BTD, seen = lax.scan(step, x_BTD, (weights, bias_LE))
+    x_BTD, seen = lax.scan(around(step), x_BTD, (weights, bias_LE))
     if "balance" in seen:
         seen["balance"] = jnp.sum(seen["balance"])
     return x_BTD, seen

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from k2jax.config import ModelConfig
-from k2jax.model.block import Block, run_stack
+from k2jax.model.block import Around, Block, keep, run_stack
 from k2jax.model.mla import Context, project
 from k2jax.model.norm import rms_norm
 from k2jax.model.weights import stack, weight
@@ -29,6 +29,7 @@ class MTP(nnx.Module):
         next_BTD: Float[Array, "B T D"],
         bias_LE: Float[Array, "L E"],
         context: Context,
+        around: Around = keep,
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
         """Joins the trunk's state at position i (before its final norm) with the embedding of token i + 1, hidden first.
 
@@ -36,5 +37,5 @@ class MTP(nnx.Module):
         """
         parts = rms_norm(hidden_BTD, self.hidden_norm_D[...], self.eps), rms_norm(next_BTD, self.embed_norm_D[...], self.eps)
         x_BTD = project(jnp.concatenate(parts, -1), self.project_JD[...])
-        x_BTD, seen = run_stack(self.block, x_BTD, bias_LE, context)
+        x_BTD, seen = run_stack(self.block, x_BTD, bias_LE, context, around)
         return rms_norm(x_BTD, self.norm_D[...], self.eps), seen

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from k2jax.config import ModelConfig
-from k2jax.model.block import Block, run_stack
+from k2jax.model.block import Around, Block, keep, run_stack
 from k2jax.model.mla import Context
 from k2jax.model.mtp import MTP
 from k2jax.model.norm import rms_norm
@@ -58,6 +58,7 @@ class Transformer(nnx.Module):
         tokens_BT: Int[Array, "B T"],
         segments_BT: Int[Array, "B T"],
         positions_BT: Int[Array, "B T"],
+        around: Around = keep,
     ) -> Output:
         """Runs all but the last column of the batch; that column is only the target, and MTP's input, of the one before."""
         config = self.config
@@ -68,15 +69,15 @@ class Transformer(nnx.Module):
 
         x_BTD, seen = embedded_BTD[:, :-1], {}
         if config.n_dense:
-            x_BTD, seen["dense"] = run_stack(self.dense, x_BTD, None, context)
+            x_BTD, seen["dense"] = run_stack(self.dense, x_BTD, None, context, around)
         if config.n_moe:
-            x_BTD, seen["moe"] = run_stack(self.moe, x_BTD, router_bias["moe"], context)
+            x_BTD, seen["moe"] = run_stack(self.moe, x_BTD, router_bias["moe"], context, around)
         mtp_BTD = None
         if config.n_mtp:
             # At a document's end the next token is another document's: to MTP such a position is padding.
             same_BT = segments_BT[:, :-1] == segments_BT[:, 1:]
             inside = context._replace(segments_BT=jnp.where(same_BT, context.segments_BT, 0))
-            mtp_BTD, seen["mtp"] = self.mtp(x_BTD, embedded_BTD[:, 1:], router_bias["mtp"], inside)
+            mtp_BTD, seen["mtp"] = self.mtp(x_BTD, embedded_BTD[:, 1:], router_bias["mtp"], inside, around)
         aux = Aux(
             max_logit_LH={name: s["max_logit_LH"] for name, s in seen.items()},
             load_LE={name: s["load_LE"] for name, s in seen.items() if "load_LE" in s},
@@ -113,11 +114,13 @@ def apply(
     tokens_BT: Int[Array, "B T"],
     segments_BT: Int[Array, "B T"],
     positions_BT: Int[Array, "B T"],
+    around: Around = keep,
 ) -> Output:
     """The forward pass on a batch of T + 1 columns, of which the last is only a target.
 
     `segments_BT` numbers the documents packed in a row from 1; 0 is padding. `positions_BT` restarts in each document. Matrices
-    are cast to the config's dtype here, once; norm gains and the router stay float32.
+    are cast to the config's dtype here, once; norm gains and the router stay float32. `around` is the activation policy
+    (`k2jax.model.block.run_stack`).
     """
 
     def cast(path, w):
@@ -125,4 +128,4 @@ def apply(
 
     graphdef, state = _structure(config)
     model = fill(graphdef, state, jax.tree.map_with_path(cast, params))
-    return model(router_bias, tokens_BT, segments_BT, positions_BT)
+    return model(router_bias, tokens_BT, segments_BT, positions_BT, around)

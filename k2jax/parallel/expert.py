@@ -66,6 +66,9 @@ def queue_up(expert_XK: Int[Array, "X K"], goes_X: Bool[Array, " X"], ranks: int
     return Queues(rank_XK, place_XK, first_XK, jnp.maximum(1, -(-longest // capacity)))
 
 
+Words = Array | tuple  # what travels; with one rank, the parts as they are
+
+
 class Exchange(NamedTuple):
     """The fixed numbers of an exchange over the mesh axis `expert`."""
 
@@ -85,8 +88,13 @@ class Exchange(NamedTuple):
         expert_XK: Int[Array, "X K"],
         queues: Queues,
         turn: Int[Array, ""] | int,
-    ) -> Array:
-        """The rows of round `turn` for every rank as one array of words [ranks, capacity, ...], ready to travel."""
+    ) -> Words:
+        """The rows of round `turn` for every rank as one array of words [ranks, capacity, ...], ready to travel.
+
+        With one rank nothing travels: `Rows` as they are.
+        """
+        if self.ranks == 1:
+            return Rows(rows, weight_XK, jnp.where(queues.rank_XK == 0, expert_XK, -1), queues.rounds)
         words, sent = _word(rows[0].dtype), []
         token_RC = self._tokens(queues, turn)
         place = jnp.minimum(token_RC, expert_XK.shape[0] - 1)
@@ -100,8 +108,10 @@ class Exchange(NamedTuple):
         sent.append(_to_words(jnp.broadcast_to(queues.rounds, (*token_RC.shape, 1)), words))
         return jnp.concatenate(sent, -1)
 
-    def unpack(self, words: Array, like: tuple[Array, ...], k: int) -> Rows:
+    def unpack(self, words: Words, like: tuple[Array, ...], k: int) -> Rows:
         """What arrived, [ranks * capacity, ...]; `like` tells how many arrays of rows travelled, and their width."""
+        if self.ranks == 1:
+            return words
         words, rows, at = words.reshape(-1, words.shape[-1]), [], 0
         for x in like:
             rows.append(_from_words(words[:, at : at + x.shape[-1]], x.dtype))
@@ -112,12 +122,14 @@ class Exchange(NamedTuple):
         rounds = _from_words(words[:, at + 2 * k * wide :], jnp.int32).max()
         return Rows(tuple(rows), weight_XK, expert_XK, rounds)
 
-    def travel(self, words: Array) -> Array:
+    def travel(self, words: Words) -> Words:
         """Swaps rank r's part for what rank r sends here; the same call brings answers back."""
-        return lax.all_to_all(words, "expert", 0, 0, tiled=True) if self.ranks > 1 else words
+        return words if self.ranks == 1 else lax.all_to_all(words, "expert", 0, 0, tiled=True)
 
-    def pack_answer(self, y_XD: Float[Array, "X D"], d_weight_XK: Float[Array, "X K"] | None = None) -> Array:
+    def pack_answer(self, y_XD: Float[Array, "X D"], d_weight_XK: Float[Array, "X K"] | None = None) -> Words:
         """Answers to the rows that arrived, in their places: [ranks, capacity, ...]."""
+        if self.ranks == 1:
+            return y_XD if d_weight_XK is None else (y_XD, d_weight_XK)
         if d_weight_XK is None:
             return y_XD.reshape(self.ranks, self.capacity, -1)
         words = _word(y_XD.dtype)
@@ -126,6 +138,8 @@ class Exchange(NamedTuple):
 
     def collect(self, y_RCD: Array, queues: Queues, turn: Int[Array, ""] | int) -> Float[Array, "X D"]:
         """Sums each token's answers of round `turn`; accumulates in float32."""
+        if self.ranks == 1:
+            return y_RCD
         total = None
         for k in range(queues.rank_XK.shape[1]):
             here, at = self._answer(queues, turn, k)
@@ -134,9 +148,11 @@ class Exchange(NamedTuple):
         return total.astype(y_RCD.dtype)
 
     def collect_gradients(
-        self, words: Array, dtype, d_model: int, queues: Queues, turn: Int[Array, ""] | int
+        self, words: Words, dtype, d_model: int, queues: Queues, turn: Int[Array, ""] | int
     ) -> tuple[Float[Array, "X D"], Float[Array, "X K"]]:
         """The tokens' and the weights' gradients out of answers that hold both."""
+        if self.ranks == 1:
+            return words
         d_y = _from_words(words[..., :d_model], dtype)
         d_weight_XK = _from_words(words[..., d_model:], jnp.float32).reshape(-1, queues.rank_XK.shape[1])
         columns = []

@@ -26,7 +26,7 @@ from k2jax.parallel.expert import Exchange, Queues, queue_up
 from k2jax.parallel.layout import DENSE, IDENTITY
 
 EXPERTS = ("gate_EDF", "up_EDF", "down_EFD")
-Exchanged = Generator[Array, Array, Any]  # yields what travels, is sent what arrived
+Exchanged = Generator[Any, Any, Any]  # yields what travels, is sent what arrived
 
 
 class Seen(NamedTuple):

@@ -1,7 +1,7 @@
 """Where every layer lives: which slot of which chunk of which pipeline stage.
 
-A stage holds v chunks of l slots; the model passes through chunk 0 of every stage, then chunk 1 of every stage, and so on. Layer
-counts that do not fill the slots (61 layers and MTP in 64, K2) leave slots that pass their input on. MTP takes the last slot.
+A stage holds v chunks of l slots; the model passes through chunk 0 of every stage, then chunk 1 of every stage, and so on.
+Layer counts that do not fill the slots (61 layers and MTP in 64, K2) leave slots that pass their input on. MTP takes the last.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """The owned state of a mesh and the natural one, the trees of one device: what checkpoints hold, whatever the mesh.
 
 A natural array lies on the mesh so that a device holds little of it: experts over `expert`, and one more axis that the stages
-divide over `pipeline`, since a stack's layers need not divide. One all_to_all a leaf trades a stage's slots for its part of that
-axis, or back. All of it copies bits.
+divide over `pipeline`, since a stack's layers need not divide. One all_to_all a leaf trades a stage's slots for its part of
+that axis, or back. All of it copies bits.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,7 @@ On their way between ranks arrays are cut in R equal parts (`k2jax.parallel.zero
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from k2jax.optim.muonclip import muonclip, rule_of
 from k2jax.optim.qk_clip import clip_powers
 from k2jax.parallel.layout import IDENTITY, MOE, MTP, Layout, layout
 
+STACKED = ("slots", "dense")  # keys of the stage tree under which leaves have an axis of entries
 REPLICATED = (("norm_D",), ("mtp", "norm_D"))  # the same on every stage, so counted once in a norm
 
 
@@ -64,16 +65,16 @@ class Unit(NamedTuple):
 class Kind(NamedTuple):
     """Units that differ only in where they lie, for one loop to update. N is the most of any rank."""
 
-    leaves: tuple[Leaf, ...]  # of its first unit
+    units: tuple[Unit, ...]
     clipped: bool  # by QK-Clip
     count_PR: np.ndarray  # a rank's units that have a layer on the stage
     first_PRN: np.ndarray  # their columns
     slot_PRN: np.ndarray  # and rows of the statistic
 
     @property
-    def part(self) -> int:
-        """Columns of a unit."""
-        return sum(leaf.part for leaf in self.leaves)
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Of the first unit, for all."""
+        return self.units[0].leaves
 
 
 class Experts(NamedTuple):
@@ -99,6 +100,7 @@ class Plan:
     adamw: tuple[Leaf, ...]  # those REPLICATED last
     experts: Experts
     expert_rule: str  # muon or adamw
+    expert_cost: int  # FLOPs of Newton-Schulz
     load_PR: np.ndarray  # FLOPs of Newton-Schulz a step
     stage: dict[Path, tuple[int, ...]]  # shapes of the stage tree on one rank
     natural: tuple[dict, optax.OptState]  # shapes of the whole model's weights and optimizer state
@@ -159,6 +161,7 @@ def plan(config: RunConfig, sizes: MeshConfig) -> Plan:
         adamw=tuple(sorted(adamw, key=lambda leaf: leaf.path in REPLICATED)),
         experts=experts,
         expert_rule=expert_rule,
+        expert_cost=cost,
         load_PR=load_PR,
         stage=arrays,
         natural=(params, jax.eval_shape(muonclip(config.optim, config.model.attention).init, params)),
@@ -188,7 +191,7 @@ def stage_shapes(model: ModelConfig, sizes: MeshConfig) -> dict:
 
 
 def _leaf(path: Path, shape: tuple[int, ...], rule: str, ranks: int) -> Leaf:
-    entries = shape[0] if rule == "muon" and path[0] in ("slots", "dense") else 1
+    entries = shape[0] if rule == "muon" and path[0] in STACKED else 1
     return Leaf(path, shape, entries, -(-(math.prod(shape) // entries) // ranks))
 
 
@@ -225,7 +228,7 @@ def _units(optim: OptimConfig, places: Layout, leaves: tuple[Leaf, ...]) -> list
 
 def tree_of(leaves: Sequence[Leaf]) -> dict:
     """Shapes of one entry of each leaf, as a stack of one layer."""
-    shapes = {leaf.path: leaf.shape if leaf.entries == 1 and leaf.path[0] == "mtp" else (1, *leaf.shape[1:]) for leaf in leaves}
+    shapes = {leaf.path: (1, *leaf.shape[leaf.path[0] in STACKED :]) for leaf in leaves}
     return nested({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()})
 
 
@@ -286,5 +289,47 @@ def _kinds(config: RunConfig, places: Layout, ranks: int, units: Sequence[Unit])
             count_PR[p, r] = len(owned)
             first_PRN[p, r, : len(owned)] = [unit.first for unit in owned]
             slot_PRN[p, r, : len(owned)] = [unit.entry for unit in owned]
-        found.append(Kind(members[0].leaves, clipped, count_PR, first_PRN, slot_PRN))
+        found.append(Kind(tuple(members), clipped, count_PR, first_PRN, slot_PRN))
     return found
+
+
+def rank_bytes(plan: Plan) -> dict[str, int]:
+    """Bytes of float32 weights and moments that a rank holds, by section, what lies empty included."""
+    elements = {
+        "muon": plan.width * plan.ranks,
+        "experts": plan.experts.owned * sum(map(math.prod, plan.experts.shapes.values())),
+        "adamw": sum(leaf.part for leaf in plan.adamw),
+    }
+    return {section: 4 * n * sum(section in held for held in plan.sections.values()) for section, n in elements.items()}
+
+
+def render(plan: Plan) -> str:
+    """Returns who owns what as text: a line a kind of unit, in aligned columns, then the balance and what a rank holds."""
+    lines = [("unit", "matrices", "a stage", "most a rank", "GFLOP each")]
+    for kind in plan.kinds:
+        names = dict.fromkeys(leaf.path[-1] for unit in kind.units for leaf in unit.leaves)
+        shapes = [x.shape[1:] for x in by_path(tree_of(kind.leaves)).values()]
+        lines.append(_line(names, shapes, len(kind.units), int(kind.count_PR.max()), kind.units[0].cost))
+    experts = plan.experts
+    names = [path[-1] for path in experts.shapes]
+    lines.append(_line(names, experts.shapes.values(), experts.pairs * plan.sizes.expert, experts.owned, plan.expert_cost))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [
+        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    ]
+    busiest, share = plan.load_PR.max() / 1e12, plan.load_PR.mean(1).max() / 1e12
+    held = rank_bytes(plan)
+    return "\n".join(
+        [
+            f"owners of matrices among the {plan.ranks} ranks of a stage",
+            *aligned,
+            f"Newton-Schulz a step: busiest rank {busiest:,.2f} TFLOP, equal share {share:,.2f}, ratio {plan.balance:.3f}",
+            f"float32 weights and moments a rank: {', '.join(f'{name} {n / 1e9:.2f} GB' for name, n in held.items())}",
+        ]
+    )
+
+
+def _line(names: Iterable[str], shapes: Iterable[tuple[int, ...]], count: int, most: int, cost: int) -> tuple[str, ...]:
+    matrices = ", ".join(dict.fromkeys(" x ".join(map(str, shape)) for shape in shapes))
+    return ", ".join(names), matrices, str(count), str(most), f"{cost / 1e9:,.1f}"

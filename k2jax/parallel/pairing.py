@@ -9,10 +9,9 @@ from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 from jax import lax
-from jaxtyping import Array
 
-Travel = Callable[[Array], Array]
-Coroutine = Generator[Array, Array, "Done"]
+Travel = Callable[[Any], Any]
+Coroutine = Generator[Any, Any, "Done"]  # of arrays, or trees of them
 
 
 class Done(NamedTuple):
@@ -53,7 +52,7 @@ def paired(travel: Travel, first: Coroutine, second: Callable[[Any], Coroutine],
     return first_done, second_done
 
 
-def _advance(unit: Coroutine, arrived: Array | None) -> tuple[Array | None, Done | None]:
+def _advance(unit: Coroutine, arrived: Any) -> tuple[Any, Done | None]:
     """Sends what arrived; returns the next words, or the end."""
     try:
         return unit.send(arrived), None

@@ -4,10 +4,10 @@ working: owned float32 weights -> cast -> one all_gather -> the stage tree that 
 update:  gradients -> one reduce_scatter -> clip their norm -> MuonClip matrix by matrix, no collective -> owned weights
 
 A collective hands out equal parts, and matrices are few and unequal: K2 on 256 nodes has 43 units for the 128 ranks of a stage,
-and with a unit a part buffers would be as large as 128 of the largest. So the big collectives move every array in R equal parts,
-and one all_to_all, no larger than what a rank owns, brings the parts of a matrix together at its owner, or takes them back.
-Experts are many and equal: they are scattered and gathered whole, over `data`. All functions but `abstract_owned` and `specs` run
-inside one shard_map over the mesh, on device-local arrays.
+and with a unit a part buffers would be as large as 128 of the largest. So the big collectives move every array in R equal
+parts, and one all_to_all, no larger than what a rank owns, brings the parts of a matrix together at its owner, or takes them
+back. Experts are many and equal: they are scattered and gathered whole, over `data`. All functions but `abstract_owned` and
+`specs` run inside one shard_map over the mesh, on device-local arrays.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -217,8 +217,8 @@ def update(
 
     `gradients` is this rank's stage tree, float32, not yet summed over ranks; in it what every stage has, `norm_D` and
     `mtp/norm_D`, is already summed over the stages. `max_logit_SH` are the step's largest logits in the stage's slots. The
-    metrics are `grad_norm`, `finite` and `update_rms` of the whole model, the same on all devices. If the gradient's norm or the
-    loss is not finite, nothing changes, bit for bit, and `update_rms` is nan.
+    metrics are `grad_norm`, `finite` and `update_rms` of the whole model, the same on all devices. If the gradient's norm or
+    the loss is not finite, nothing changes, bit for bit, and `update_rms` is nan.
     """
     owned = reduce(plan, gradients)
     norm = jnp.sqrt(lax.psum(_squares_owned(plan, owned), AXES))
@@ -249,7 +249,7 @@ def _update_muon(plan: Plan, step: _Step, params: Array, moments: dict, gradient
 
         def body(i, carry, kind=kind, first_N=first_N, slot_N=slot_N, rule=rule):
             def take(rows: Float[Array, "R m"]) -> dict:
-                return _open(kind, lax.dynamic_slice_in_dim(rows, first_N[i], kind.part, axis=1))
+                return _open(kind, lax.dynamic_slice_in_dim(rows, first_N[i], kind.units[0].part, axis=1))
 
             def put(rows: Float[Array, "R m"], unit: dict) -> Float[Array, "R m"]:
                 return lax.dynamic_update_slice_in_dim(rows, _close(kind, unit, plan.ranks), first_N[i], axis=1)

@@ -128,7 +128,7 @@ def _connect(place: _Place, patience: float) -> None:
             place.index,
             local_device_ids=place.devices,
             cluster_detection_method=place.method,
-            heartbeat_timeout_seconds=max(10, round(2 * patience)),  # for when process 0 itself does not answer
+            heartbeat_timeout_seconds=round(2 * patience + 15),  # for when process 0 itself does not answer
         )
         if place.devices is None and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
             for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from k2jax.config import ModelConfig
 from k2jax.model import transformer
+from k2jax.model.block import Around, keep
 
 Batch = dict[str, jax.Array]  # tokens_BT, segments_BT, positions_BT: int32 [batch, seq_len + 1]
 
@@ -54,14 +55,17 @@ def loss(
     batch: Batch,
     counts: Counts | None = None,
     n_parts: int = 1,
+    around: Around = keep,
 ) -> tuple[Float[Array, ""], Parts]:
     """`next token + mtp_weight * MTP + balance` of one of `n_parts` equal parts of a batch (DeepSeek-V3 eq. 17, 24-25).
 
     `counts` are the targets of the whole batch; left
-    out, this part is the batch. Position i predicts token i + 1; MTP's, which also sees that token, predicts i + 2.
+    out, this part is the batch. Position i predicts token i + 1; MTP's, which also sees that token, predicts i + 2. `around`
+    is the activation policy.
     """
     counts = count_targets(batch["segments_BT"]) if counts is None else counts
-    output = transformer.apply(config, params, router_bias, batch["tokens_BT"], batch["segments_BT"], batch["positions_BT"])
+    given = batch["tokens_BT"], batch["segments_BT"], batch["positions_BT"]
+    output = transformer.apply(config, params, router_bias, *given, around)
     next_BT, mtp_BT = target_masks(batch["segments_BT"])
     targets_BT = batch["tokens_BT"][:, 1:]
     nll, _ = cross_entropy(output.hidden_BTD, params["head_WD"], targets_BT, next_BT, config.loss_chunk)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k2jax.config import MeshConfig, RunConfig
 from k2jax.model import transformer
+from k2jax.model.block import Around, keep
 from k2jax.model.moe import update_bias
 from k2jax.optim.muonclip import muonclip
 from k2jax.optim.schedules import learning_rate
@@ -194,7 +195,7 @@ def _updated_on_mesh(config: RunConfig, mesh: Mesh) -> Callable[..., _Updated]:
     def updated(params: dict, opt_state: dict, router_bias: dict, batch: Batch, rate: jax.Array) -> _Updated:
         params, opt_state = zero1.local(params), zero1.local(opt_state)
         weights = zero1.working(plan, params, config.model.dtype)
-        rows, _ = _rows(config, pipe, batch, divide=True)
+        rows, _ = rows_of(config, pipe, batch, divide=True)
         grads, seen = pipeline.gradients(pipe, weights, router_bias, rows)
         max_logit_LH = pipeline.by_stack(pipe, seen.max_logit_LH)
         load_LE = {stack: load for stack, load in pipeline.by_stack(pipe, seen.load_LE).items() if stack != "dense"}
@@ -225,7 +226,7 @@ def _pipeline(config: RunConfig, sizes: MeshConfig) -> pipeline.Pipeline:
     return pipeline.pipeline(config, sizes, microbatches(config, sizes))
 
 
-def _rows(config: RunConfig, pipe: pipeline.Pipeline, batch: Batch, *, divide: bool) -> tuple[pipeline.Batch, Counts]:
+def rows_of(config: RunConfig, pipe: pipeline.Pipeline, batch: Batch, *, divide: bool) -> tuple[pipeline.Batch, Counts]:
     """A rank's rows by microbatch with the weights of their targets, 1 or, to `divide`, one over the targets of the batch."""
     next_BT, mtp_BT = target_masks(batch["segments_BT"])
     counts = Counts(*(lax.psum(mask.sum(dtype=jnp.int32), pipeline.RANKS) for mask in (next_BT, mtp_BT)))
@@ -237,7 +238,9 @@ def _rows(config: RunConfig, pipe: pipeline.Pipeline, batch: Batch, *, divide: b
     return pipeline.Batch(*(a.reshape(pipe.microbatches, -1, a.shape[-1]) for a in arrays)), counts
 
 
-def gradients(config: RunConfig, params: dict, router_bias: dict, batch: Batch) -> tuple[dict, Parts, jax.Array]:
+def gradients(
+    config: RunConfig, params: dict, router_bias: dict, batch: Batch, around: Around = keep
+) -> tuple[dict, Parts, jax.Array]:
     """Gradients, parts and value of the loss of a batch, one microbatch at a time, summed in float32.
 
     The result is that of the undivided batch, exactly: the denominators are the whole batch's (`k2jax.train.loss`).
@@ -245,7 +248,7 @@ def gradients(config: RunConfig, params: dict, router_bias: dict, batch: Batch) 
     n, counts = config.microbatches or config.batch, count_targets(batch["segments_BT"])
 
     def of_part(part: Batch):
-        value_and_grad = jax.value_and_grad(lambda p: loss(config.model, p, router_bias, part, counts, n), has_aux=True)
+        value_and_grad = jax.value_and_grad(lambda p: loss(config.model, p, router_bias, part, counts, n, around), has_aux=True)
         (total, parts), grads = value_and_grad(params)
         return grads, parts, total
 
@@ -282,7 +285,7 @@ def _evaluate_on_mesh(config: RunConfig, mesh: Mesh) -> Callable[[dict, dict, Ba
 
     def evaluate(params: dict, router_bias: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
         weights = zero1.working(plan, zero1.local(params), config.model.dtype)
-        rows, counts = _rows(config, pipe, batch, divide=False)
+        rows, counts = rows_of(config, pipe, batch, divide=False)
         return pipeline.evaluate(pipe, weights, router_bias, rows), counts.next_token
 
     everywhere = PartitionSpec()

@@ -79,6 +79,12 @@ class Exchange:
         places = [np.array(np.unravel_index(group, tuple(sizes.values()))) for group in groups]
         return tuple(axis for i, axis in enumerate(sizes) if any(len(set(place[i])) > 1 for place in places))
 
+    def shift(self, sizes: Mapping[str, int]) -> set[tuple[int, ...]]:
+        """How far a permute moves each device's part along the mesh axes, modulo their sizes; a ring's is one shift."""
+        shape = tuple(sizes.values())
+        source, target = (np.array(np.unravel_index(ids, shape)) for ids in zip(*self.groups, strict=True))
+        return set(map(tuple, ((target - source).T % shape).tolist()))
+
 
 @dataclass(frozen=True)
 class Program:
@@ -151,8 +157,16 @@ class Program:
         return [i for i in exchange.between if self.is_compute(i) and not exchange.is_sync]
 
     def copies(self, computation: str, above: int) -> list[Instruction]:
-        """Copies of more than `above` bytes that a computation makes, in inner loops and in fusions too."""
-        return [i for i in self.walk(computation) if self._copied(i) > above]
+        """Copies of more than `above` bytes that a computation makes, in inner loops and in fusions too.
+
+        A copy of a constant is none: it fills a buffer, which has to be done once however it is done.
+        """
+        return [i for i in self.walk(computation) if self._copied(i) > above and not self._is_filled(i)]
+
+    def _is_filled(self, i: Instruction) -> bool:
+        by_name = {j.name: j for j in self.computations[i.computation]}
+        given = [by_name[name] for name in i.operands]
+        return all(j.opcode in ("constant", "broadcast", "iota", "fusion") and self._is_filled(j) for j in given)
 
     def _copied(self, i: Instruction) -> int:
         if i.opcode in ("copy", "copy-start"):

@@ -14,28 +14,36 @@ STEPS = 20
 MESHES = {
     "pipeline 4": (MeshConfig(pipeline=4, data=1), 4),
     "pipeline 4, 2 chunks": (MeshConfig(pipeline=4, chunks=2, data=1), 4),
-    "pipeline 2, 2 chunks": (MeshConfig(pipeline=2, chunks=2, data=1), 4),
+    "pipeline 2, 2 chunks, 16 microbatches": (MeshConfig(pipeline=2, chunks=2, data=1), 16),
     "expert 2": (MeshConfig(expert=2, data=1), 4),
     "expert 4": (MeshConfig(expert=4, data=1), 4),
     "expert 8": (MeshConfig(expert=8, data=1), 2),
     "data 2": (MeshConfig(data=2), 4),
     "data 4": (MeshConfig(data=4), 4),
     "pipeline 2, expert 2, data 2": (MeshConfig(pipeline=2, chunks=2, expert=2, data=2), 4),
-    "16 microbatches": (MeshConfig(pipeline=2, chunks=2, data=1), 16),
 }
 
 
-def run(config, mesh, batches):
-    """Final natural state and the metrics of every step."""
+def run(config, mesh, batches, poison=False):
+    """Final natural state, the metrics of every step, the evaluation's loss; and, to `poison`, what a nan leaves behind."""
     devices = None if mesh is None else meshes.make(config, jax.devices()[: meshes.count(mesh)])
     step, state = steps.make_step(config, devices), steps.init_state(config, devices)
     rows = []
     for batch in batches:
         state, metrics = step(state, batch, np.float32(config.tokens))
         rows.append(jax.tree.map(np.asarray, metrics))
-    evaluated = steps.make_eval(config, devices)(state, batches[0])
-    state = state if mesh is None else steps.to_natural(config, devices, state)
-    return jax.tree.map(np.asarray, state), rows, [float(x) for x in evaluated]
+    evaluated = [float(x) for x in steps.make_eval(config, devices)(state, batches[0])]
+    found = jax.tree.map(np.asarray, state if mesh is None else steps.to_natural(config, devices, state))
+    if poison:
+        muon = state.params["muon"].at[0, 0, 0, 0, 0].set(np.nan)
+        state = state._replace(params=state.params | {"muon": muon})
+        before = jax.tree.map(np.array, state)
+        state, metrics = step(state, batches[0], np.float32(config.tokens))
+        after = jax.tree.map(np.array, state)
+        assert not np.isfinite(metrics["grad_norm"]) and after.skips == 1 and after.step == STEPS + 1
+        for name in ("params", "opt_state", "router_bias", "last_fired_LH"):
+            jax.tree.map(np.testing.assert_array_equal, getattr(before, name), getattr(after, name))
+    return found, rows, evaluated
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +58,8 @@ def one_device(run_of, packed):
 def test_twenty_steps_equal_one_device(name, one_device):
     sizes, M = MESHES[name]
     config, batches, (state, rows, evaluated) = one_device
-    mine, my_rows, my_evaluated = run(replace(config, mesh=sizes, microbatches=M), sizes, batches)
+    poison = name == "pipeline 2, expert 2, data 2"
+    mine, my_rows, my_evaluated = run(replace(config, mesh=sizes, microbatches=M), sizes, batches, poison)
     assert any(fired.any() for row in rows for fired in row["fired_LH"].values())
     for i, (a, b) in enumerate(zip(my_rows, rows, strict=True)):
         rtol = 1e-5 if i == 0 else 2e-3

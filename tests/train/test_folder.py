@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from k2jax.config import MeshConfig
 from k2jax.train import folder
 from k2jax.train.folder import Refused
 
@@ -11,6 +12,13 @@ def test_the_same_run_may_come_back_and_other_ways_of_reporting_may_differ(small
         pass
     free = replace(small, name="x", eval_every=1, checkpoint_every=2, data=replace(small.data, workers=2, prefetch=0))
     with folder.claim(free):
+        pass
+
+
+def test_how_the_work_is_divided_may_change_from_session_to_session(small):
+    with folder.claim(small):
+        pass
+    with folder.claim(replace(small, microbatches=1, mesh=MeshConfig(pipeline=2, expert=2, buffer=2.0))):
         pass
 
 

@@ -136,7 +136,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(small, tmp_path, pro
 def test_gradients_that_stay_non_finite_end_the_run(small, fresh_state, monkeypatch):
     config, state = replace(small, optim=replace(small.optim, max_skips=3)), fresh_state()
     broken = state._replace(params=state.params | {"embed_WD": state.params["embed_WD"] * np.nan})
-    monkeypatch.setattr(loop, "init_state", lambda _: broken)
+    monkeypatch.setattr(loop, "init_state", lambda *_: broken)
     with pytest.raises(Diverged, match=r"in 3 steps in a row \(optim\.max_skips\), the last at step 3; .* those of step 0"):
         train(config, show_progress=False)
     rows = metrics.read(config.out / "metrics.jsonl")

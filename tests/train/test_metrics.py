@@ -19,6 +19,7 @@ def fetched(fired=(), last=None, loss=3.0):
         "last_fired_LH": {"dense": last[:1], "moe": last[1:]},
         "skips": 0,
         "skips_total": 0,
+        "exchange_rounds": np.int32(1),
     }
 
 
