@@ -45,6 +45,7 @@ class Schedule:
     bubble: Callable[[float, float, float], float]  # time a device waits, of forward, input and weight gradients of a stage
     residuals: int  # most that a device keeps, in layers of one microbatch
     lock_step: bool = False  # gradients leave before the weight gradients are made, and an item ends when its transfers have
+    equal_costs: bool = False  # the bubble is exact where forward, input and weight gradients take as long, else about right
     copies: int = 1  # of a stage's parameters and gradients on a device
 
     def before(self, kind: str, unit: Unit) -> Unit | None:
@@ -129,7 +130,11 @@ def zb_h1(P: int, M: int, layers: int) -> Schedule:
             if len(waiting) > p:
                 program.append(Item(weights=waiting.pop(0)))
         items.append(program + [Item(weights=unit) for unit in waiting])
-    return Schedule("ZB-H1", items, _ring(P, 1), P, layers, lambda F, B, W: (P - 1) * (F + B - W), min(M, P) * layers)
+
+    def wait(F, B, W):
+        return (P - 1) * (F + B - W)
+
+    return Schedule("ZB-H1", items, _ring(P, 1), P, layers, wait, min(M, P) * layers, equal_costs=True)
 
 
 def dualpipe(P: int, M: int, layers: int) -> Schedule:
@@ -144,7 +149,7 @@ def dualpipe(P: int, M: int, layers: int) -> Schedule:
     def wait(F, B, W):
         return (P / 2 - 1) * ((F + B + W) + (B + W) - 3 * W)
 
-    return Schedule("DualPipe", items, both_ways, P, layers, wait, (P + 1) * layers, copies=2)
+    return Schedule("DualPipe", items, both_ways, P, layers, wait, (P + 1) * layers, equal_costs=True, copies=2)
 
 
 class _Program:

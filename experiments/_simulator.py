@@ -59,6 +59,9 @@ class Costs(NamedTuple):
         return self._replace(exchange=0.0, transfer=0.0, copy=0.0)
 
 
+EQUAL = Costs(0.5, 0.5, 0.5, 0.5, 0.5, 0.5, exchange=0.0, transfer=0.0, copy=0.0, recompute=False)
+
+
 class Task(NamedTuple):
     """A stretch of a lane."""
 
@@ -299,6 +302,47 @@ def idle(timeline: Timeline) -> Idle:
                 by_phase[phase][cause] += _length(_common(spans, [span])) / n
         exchanged += _length(_common(exchange, [(steady, max(steady, drain))])) / n
     return Idle(by_phase, exchanged)
+
+
+class Row(NamedTuple):
+    """A schedule's step. Times in ms, residuals in layers of one microbatch on the fullest device."""
+
+    name: str
+    step: float
+    work: float  # that each device computes
+    idle: Idle
+    bubble: float  # simulated without communication
+    bubble_formula: float
+    bubble_error: float  # of the formula where it is said to hold, over the step
+    residuals: int
+    residuals_formula: int
+    copies: int
+    timeline: Timeline
+
+
+def run(plan: Schedule, costs: Costs) -> Row:
+    """Simulates a schedule with and without communication."""
+    silent, real = simulate(plan, costs.silent()), simulate(plan, costs)
+    held = simulate(plan, EQUAL) if plan.equal_costs else silent
+    error = abs(_bubble(held) - _bubble_formula(held)) / held.makespan
+    waiting, kept = idle(real), max(peak_residuals(real))
+    bubbles = _bubble(silent), _bubble_formula(silent), error
+    return Row(plan.name, real.makespan, real.work, waiting, *bubbles, kept, plan.residuals, plan.copies, real)
+
+
+def _bubble(timeline: Timeline) -> float:
+    return timeline.makespan - timeline.work
+
+
+def _bubble_formula(timeline: Timeline) -> float:
+    plan, costs = timeline.schedule, timeline.costs
+    layers = plan.layers * len(plan.device_of) // (len(plan.items) * plan.copies)  # of a stage
+    return plan.bubble(layers * costs.forward, layers * costs.backward, layers * costs.weights)
+
+
+def exposed_exchanges(lanes: dict[str, list[Ran]]) -> "Spans":
+    """When a device exchanges and does not compute."""
+    return _without(_spans(lanes, "exchange"), _spans(lanes, "compute", empty=True))
 
 
 Spans = list[tuple[float, float]]  # disjoint, in order

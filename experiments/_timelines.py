@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from experiments._schedules import EMPTY
-from experiments._simulator import Timeline
+from experiments._schedules import EMPTY, Unit
+from experiments._simulator import Ran, Timeline, exposed_exchanges
 
-# Forward, input gradients, weight gradients: colour maps of which a chunk takes a shade. Exchanges lie below.
+# Forward, input gradients, weight gradients: colour maps of which a chunk takes a shade.
 MAPS = {"forward": "Blues", "backward": "Greens", "weights": "Oranges"}
-EXCHANGE, EMPTY_COLOUR = "#c0392b", "0.93"
+EXCHANGE, EMPTY_COLOUR = "#c0392b", "0.85"
 WORDS = {"forward": "forward", "backward": "input gradients", "weights": "weight gradients"}
 LANES = {"compute": "compute", "exchange": "exchange", "send": "transfer", "store": "to host", "fetch": "from host"}
 
@@ -29,47 +29,54 @@ def plot_timelines(path: Path, title: str, timelines: Sequence[Timeline], captio
     for ax, timeline, caption in zip(panels, timelines, captions, strict=False):
         _draw(ax, timeline, end)
         ax.set_title(caption, fontsize=10, loc="left")
-    panels[-2].set_xlabel("ms; a unit's number is its microbatch, its shade the chunk; red below: expert exchange", fontsize=9)
+    panels[-2].set_xlabel("ms; the number is the microbatch, the shade the chunk (DualPipe: the direction)", fontsize=9)
     _draw_lanes(panels[-1], focus)
     patches = [Patch(color=_colour(kind, 1, 2), label=WORDS[kind]) for kind in MAPS]
-    patches += [Patch(color=EXCHANGE, label="expert exchange"), Patch(facecolor=EMPTY_COLOUR, hatch="///", label="empty unit")]
+    patches += [
+        Patch(color=EXCHANGE, label="exchange that is not hidden"),
+        Patch(color=EMPTY_COLOUR, label="empty unit computed"),
+    ]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=12)
     _save(figure, path)
 
 
 def _draw(ax: Axes, timeline: Timeline, end: float) -> None:
+    """A row a stage. In a pair the forward unit is the upper half, the backward unit the lower."""
     for device, lanes in enumerate(timeline.lanes):
-        for start, stop, kind, unit in _pieces(timeline, device):
-            _bar(ax, timeline, kind, unit, start, stop, device, 0.62)
-            if unit != EMPTY and stop - start > end / 110:
-                ax.text((start + stop) / 2, device + 0.31, unit[1] + 1, ha="center", va="center", fontsize=6)
-        spans = [(r.start, r.end - r.start) for r in lanes.get("exchange", ()) if r.task.unit != EMPTY]
-        ax.broken_barh(spans, (device + 0.66, 0.16), color=EXCHANGE, lw=0)
+        for item in timeline.schedule.items[device]:
+            paired = item.forward is not None and item.backward is not None
+            for kind, unit in zip(("forward", "backward", "weights"), item, strict=True):
+                if unit is None or unit == EMPTY:
+                    continue
+                start, stop = _span(lanes, kind, unit)
+                half = paired and kind != "weights"
+                bottom, height = device + (0.36 if half and kind == "backward" else 0.0), 0.34 if half else 0.7
+                _bar(ax, timeline, kind, unit, start, stop, bottom, height)
+                if stop - start > end / 130:
+                    ax.text((start + stop) / 2, bottom + height / 2, unit[1] + 1, ha="center", va="center", fontsize=6)
+        empty = [(r.start, r.end) for r in lanes["compute"] if r.task.unit == EMPTY]
+        exposed = [(start, stop - start) for start, stop in exposed_exchanges(lanes)]
+        ax.broken_barh([(start, stop - start) for start, stop in empty], (device + 0.78, 0.1), color=EMPTY_COLOUR, lw=0)
+        ax.broken_barh(exposed, (device + 0.78, 0.1), color=EXCHANGE, lw=0)
     ax.set_xlim(0, end)
     ax.set_ylim(len(timeline.lanes), 0)
-    ax.set_yticks([d + 0.4 for d in range(len(timeline.lanes))], [f"stage {d}" for d in range(len(timeline.lanes))], fontsize=7)
+    ax.set_yticks(
+        [d + 0.35 for d in range(len(timeline.lanes))], [f"stage {d}" for d in range(len(timeline.lanes))], fontsize=7
+    )
     _clean(ax)
 
 
-def _pieces(timeline: Timeline, device: int) -> list[tuple]:
-    """(start, end, kind, unit) of the computations of a device, those of a unit that touch put together."""
-    found: list[tuple] = []
-    for task, start, end in timeline.lanes[device]["compute"]:
-        if found and found[-1][2:] == (task.kind, task.unit) and start - found[-1][1] < 1e-9:
-            found[-1] = (found[-1][0], end, task.kind, task.unit)
-        elif end > start:
-            found.append((start, end, task.kind, task.unit))
-    return found
+def _span(lanes: dict[str, list[Ran]], kind: str, unit: Unit) -> tuple[float, float]:
+    """From the first to the last moment of a unit, its exchanges included."""
+    ran = [r for lane in ("compute", "exchange") for r in lanes.get(lane, ()) if (r.task.kind, r.task.unit) == (kind, unit)]
+    return min(r.start for r in ran), max(r.end for r in ran)
 
 
 def _bar(ax: Axes, timeline: Timeline, kind: str, unit: tuple, start: float, end: float, bottom: float, height: float) -> None:
-    if unit == EMPTY:
-        look = {"facecolor": EMPTY_COLOUR, "hatch": "///", "edgecolor": "0.75", "lw": 0}
-    else:
-        chunks = len(timeline.schedule.device_of) // len(timeline.lanes)
-        look = {"facecolor": _colour(kind, unit[0] // len(timeline.lanes), chunks), "edgecolor": "white", "lw": 0.4}
-    ax.broken_barh([(start, end - start)], (bottom, height), **look)
+    chunks = len(timeline.schedule.device_of) // len(timeline.lanes)
+    colour = EMPTY_COLOUR if unit == EMPTY else _colour(kind, unit[0] // len(timeline.lanes), chunks)
+    ax.broken_barh([(start, end - start)], (bottom, height), facecolor=colour, edgecolor="white", lw=0.4)
 
 
 def _colour(kind: str, chunk: int, chunks: int):
@@ -99,7 +106,9 @@ def _draw_lanes(ax: Axes, timeline: Timeline) -> None:
     ax.set_xlim(start, start + width)
     ax.set_ylim(len(LANES), 0)
     ax.set_yticks([r + 0.5 for r in range(len(LANES))], LANES.values(), fontsize=8)
-    ax.set_title(f"{timeline.schedule.name}, two ticks of the steady phase on stage 0: what runs beside what", fontsize=10, loc="left")
+    ax.set_title(
+        f"{timeline.schedule.name}, two ticks of the steady phase on stage 0: what runs beside what", fontsize=10, loc="left"
+    )
     ax.set_xlabel("ms", fontsize=9)
     _clean(ax)
 
@@ -110,16 +119,16 @@ class Curve(NamedTuple):
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    style: str
 
 
 class Panel(NamedTuple):
+    """Curves over one axis of powers of two or small integers."""
+
     title: str
     x_label: str
     y_label: str
     curves: Sequence[Curve]
-    flat: Sequence[tuple[str, float]] = ()  # what does not depend on x, as dotted lines
-    log: bool = False
+    flat: Sequence[tuple[str, float]] = ()  # label and height of dotted lines
 
 
 def plot_panels(path: Path, title: str, panels: Sequence[Panel]) -> None:
@@ -127,19 +136,15 @@ def plot_panels(path: Path, title: str, panels: Sequence[Panel]) -> None:
     figure = Figure(figsize=(4.9 * len(panels), 4.3), dpi=140, layout="constrained")
     for ax, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for curve in panel.curves:
-            ax.plot(curve.x, curve.y, curve.style, label=curve.label, ms=5)
+            ax.plot(curve.x, curve.y, "o-", label=curve.label, ms=5)
         ticks = sorted({x for curve in panel.curves for x in curve.x})
-        for i, (label, value) in enumerate(panel.flat):
+        for i, (label, value) in enumerate(_grouped(panel.flat)):
             ax.axhline(value, color="0.55", lw=0.9, ls=":")
-            right = i % 2 == 1  # labels of neighbouring lines on different sides
+            right = i % 2 == 0  # labels of neighbouring lines on different sides
             ax.annotate(label, (0.99 if right else 0.01, value), xycoords=("axes fraction", "data"), fontsize=7.5, color="0.35",
                         ha="right" if right else "left", va="bottom")  # fmt: skip
-        if panel.log:
-            ax.set_xscale("log", base=2)
-            ax.set_yscale("log", base=2)
-        else:
-            ax.set_ylim(0, None)
-            ax.yaxis.set_major_locator(MaxNLocator(7))
+        ax.set_ylim(0, None)
+        ax.yaxis.set_major_locator(MaxNLocator(7))
         ax.set_xticks(ticks, [str(t) for t in ticks])
         ax.minorticks_off()
         ax.set_xlabel(panel.x_label)
@@ -150,6 +155,17 @@ def plot_panels(path: Path, title: str, panels: Sequence[Panel]) -> None:
         _clean(ax)
     figure.suptitle(title, fontsize=12)
     _save(figure, path)
+
+
+def _grouped(flat: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Lines in rising order; those within 2% of each other are one."""
+    found: list[tuple[str, float]] = []
+    for label, value in sorted(flat, key=lambda line: line[1]):
+        if found and value < 1.02 * found[-1][1]:
+            found[-1] = f"{found[-1][0]}, {label}", found[-1][1]
+        else:
+            found.append((label, value))
+    return found
 
 
 def _clean(ax: Axes) -> None:

@@ -5,6 +5,7 @@ divide over `pipeline`, since a stack's layers need not divide. One all_to_all a
 that axis, or back. All of it copies bits.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from k2jax.axes import axes_of
 from k2jax.optim.muon import Path, by_path, nested
 from k2jax.parallel import zero1
 from k2jax.parallel.layout import DENSE, MOE, MTP, Layout
+from k2jax.parallel.mesh import AXES
 from k2jax.parallel.ownership import REPLICATED, Plan
 
 VOCABULARY = ("embed_WD", "head_WD")  # a stage has its rows
@@ -34,41 +36,95 @@ class _Home(NamedTuple):
     entry_L: np.ndarray
 
 
+class _Piece(NamedTuple):
+    """What one program converts: a leaf of experts, or all others, of the weights or of a moment."""
+
+    tree: str  # "params" or a moment
+    sections: tuple[str, ...]
+    paths: tuple[Path, ...]  # natural leaves
+
+
 def to_natural(plan: Plan, mesh: Mesh) -> Callable[[dict, dict], tuple[dict, optax.OptState]]:
-    """Returns the jitted `(owned params, owned opt_state) -> (params, opt_state)`."""
+    """Returns `(owned params, owned opt_state) -> (params, opt_state)`.
+
+    It runs a jitted program after another, so that beside the two states a single leaf of experts takes room.
+    """
 
     def convert(params: dict, opt_state: dict) -> tuple[dict, optax.OptState]:
-        trees = zero1.local({"params": params} | opt_state)
-        arrays = {name: _natural(plan, zero1.working(plan, trees[name], "float32")) for name in plan.sections}
-        return _fill(plan, arrays | {"count": trees["count"]})
+        trees, values = {"params": params} | opt_state, {}
+        for piece in _pieces(plan):
+            owned = {section: trees[piece.tree][section] for section in piece.sections}
+            if "experts" in owned:
+                name = piece.paths[0][-1]
+                owned = {"experts": {name: owned["experts"][name]}}
+            natural, values["count"] = _program_to(plan, mesh, piece.paths)(owned, opt_state["count"])
+            values.setdefault(piece.tree, {}).update(by_path(natural))
+        return _fill(plan, values)
 
-    return _mapped(convert, mesh, zero1.specs(plan), natural_specs(plan))
+    return convert
 
 
 def from_natural(plan: Plan, mesh: Mesh) -> Callable[[dict, optax.OptState], tuple[dict, dict]]:
-    """Returns the jitted inverse of `to_natural`."""
+    """Returns the inverse of `to_natural`."""
 
     def convert(params: dict, opt_state: optax.OptState) -> tuple[dict, dict]:
-        arrays = _read(params, opt_state)
-        trees = {name: zero1.own(plan, _stage(plan, arrays[name]), sections) for name, sections in plan.sections.items()}
-        trees = zero1.whole(trees | {"count": arrays["count"]})
-        return trees.pop("params"), trees
+        values, trees = _read(params, opt_state), {}
+        for piece in _pieces(plan):
+            natural = nested({path: values[piece.tree][path] for path in piece.paths})
+            owned, count = _program_from(plan, mesh, piece.sections, piece.paths)(natural, values["count"])
+            tree = trees.setdefault(piece.tree, {})
+            for section, x in owned.items():
+                tree[section] = tree.get(section, {}) | x if section == "experts" else x
+        return trees.pop("params"), trees | {"count": count}
 
-    return _mapped(convert, mesh, natural_specs(plan), zero1.specs(plan))
+    return convert
+
+
+def _pieces(plan: Plan) -> list[_Piece]:
+    found = []
+    for tree, sections in plan.sections.items():
+        others = tuple(section for section in sections if section != "experts")
+        paths: dict[str, list[Path]] = {}
+        for path in _read(*plan.natural)[tree]:
+            paths.setdefault(path[-1] if axes_of(path[-1]).startswith("E") else "others", []).append(path)
+        found += [_Piece(tree, others if name == "others" else ("experts",), tuple(each)) for name, each in paths.items()]
+    return found
+
+
+@functools.lru_cache  # weights and moments of one shape share a program, and so do all checkpoints
+def _program_to(plan: Plan, mesh: Mesh, paths: tuple[Path, ...]) -> Callable[[dict, Array], tuple[dict, Array]]:
+    def convert(owned: dict, count: Array) -> tuple[dict, Array]:
+        return nested(_natural(plan, zero1.working(plan, zero1.local(owned), "float32"))), count
+
+    return _mapped(convert, mesh, PartitionSpec(*AXES), _specs(plan, paths))
+
+
+@functools.lru_cache
+def _program_from(
+    plan: Plan, mesh: Mesh, sections: tuple[str, ...], paths: tuple[Path, ...]
+) -> Callable[[dict, Array], tuple[dict, Array]]:
+    def convert(natural: dict, count: Array) -> tuple[dict, Array]:
+        return zero1.whole(zero1.own(plan, _stage(plan, by_path(natural)), sections)), count
+
+    return _mapped(convert, mesh, _specs(plan, paths), PartitionSpec(*AXES))
 
 
 def natural_sharding(plan: Plan, mesh: Mesh) -> tuple[dict, optax.OptState]:
     """How `to_natural`'s arrays lie on the mesh; a checkpoint is restored to these shardings."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), natural_specs(plan))
+    specs = {path: _spec(plan, path, x.shape) for path, x in by_path(plan.natural[0]).items()}
+    whole = _fill(plan, {name: specs for name in plan.sections} | {"count": PartitionSpec()})
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), whole)
 
 
-def natural_specs(plan: Plan) -> tuple[dict, optax.OptState]:
-    """The same without the mesh."""
-    params = {path: _spec(plan, path, x.shape) for path, x in by_path(plan.natural[0]).items()}
-    return _fill(plan, {name: params for name in plan.sections} | {"count": PartitionSpec()})
+def _specs(plan: Plan, paths: tuple[Path, ...]) -> dict:
+    shapes = by_path(plan.natural[0])
+    return nested({path: _spec(plan, path, shapes[path].shape) for path in paths})
 
 
-def _mapped(f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+def _mapped(f: Callable, mesh: Mesh, in_spec: Any, out_spec: Any) -> Callable:
+    """The jitted program of `f`, which passes the count of steps through, so that it comes to lie on the mesh too."""
+    everywhere = PartitionSpec()
+    in_specs, out_specs = (in_spec, everywhere), (out_spec, everywhere)
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 

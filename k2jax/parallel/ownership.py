@@ -9,6 +9,7 @@ A stage's weights are owned in three sections.
 On their way between ranks arrays are cut in R equal parts (`k2jax.parallel.zero1`).
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -134,6 +135,7 @@ class Plan:
         return tuple(self.sections)[1:]
 
 
+@functools.lru_cache
 def plan(config: RunConfig, sizes: MeshConfig) -> Plan:
     """Gives a run's weights to the ranks of a mesh whose `data` is resolved. Nothing is allocated."""
     places, R = layout(config.model, sizes), sizes.expert * sizes.data

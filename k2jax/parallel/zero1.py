@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from k2jax.config import RunConfig
@@ -62,6 +62,23 @@ def specs(plan: Plan) -> tuple[dict, dict]:
     return jax.tree.map(lambda x: PartitionSpec(*AXES) if x.ndim else PartitionSpec(), abstract_owned(plan))
 
 
+def shardings(plan: Plan, mesh: Mesh) -> tuple[dict, dict]:
+    """Where those arrays lie: on the devices, or with `offload` in their hosts' memory, the count excepted."""
+    kind = "pinned_host" if plan.sizes.offload else None
+    arrays = abstract_owned(plan)
+    return jax.tree.map(lambda x, spec: NamedSharding(mesh, spec, memory_kind=kind if x.ndim else None), arrays, specs(plan))
+
+
+def _device(plan: Plan, tree):
+    """To the device, if the state is kept on the host. Without the barrier XLA moves slices before the copy, and fails."""
+    return lax.optimization_barrier(jax.device_put(tree, jax.memory.Space.Device)) if plan.sizes.offload else tree
+
+
+def _home(plan: Plan, tree):
+    """The inverse of `_device`."""
+    return jax.device_put(tree, jax.memory.Space.Host) if plan.sizes.offload else tree
+
+
 def local(tree):
     """A rank's own arrays, without the three mesh axes, which have size 1 there."""
     return jax.tree.map(lambda x: x.reshape(x.shape[3:]) if x.ndim else x, tree)
@@ -76,20 +93,24 @@ def whole(tree):
 
 
 def working(plan: Plan, owned: dict, dtype: str) -> dict:
-    """The stage tree, or as much of it as `owned` has sections of, gathered from the owners.
+    """The stage tree, or as much of it as `owned` has sections and leaves of experts of, gathered from the owners.
 
     Matrices are cast to `dtype` before they travel; norm gains and the router stay float32, as in `k2jax.model.transformer`.
     """
-    parts = _from_owners(plan, owned["muon"]) if "muon" in owned else {}
-    parts |= _split(plan.adamw, owned["adamw"]) if "adamw" in owned else {}
+    parts = _from_owners(plan, _device(plan, owned["muon"])) if "muon" in owned else {}
+    parts |= _split(plan.adamw, _device(plan, owned["adamw"])) if "adamw" in owned else {}
     dtypes = {path: "float32" if "norm" in path[-1] or path[-1] == "router_DE" else dtype for path in parts}
     found = {}
     for kind in dict.fromkeys(dtypes.values()):  # one all_gather for each
         leaves = [leaf for leaf in (*plan.muon, *plan.adamw) if dtypes.get(leaf.path) == kind]
         shares = lax.all_gather(jnp.concatenate([parts[leaf.path].astype(kind) for leaf in leaves]), RANKS)
         found |= {leaf.path: _join(leaf, x) for leaf, x in zip(leaves, _split(leaves, shares).values(), strict=True)}
-    for path, shape in plan.experts.shapes.items() if "experts" in owned else ():
-        x = owned["experts"][path[-1]].astype(dtype)
+    for path, shape in plan.experts.shapes.items():
+        x = owned.get("experts", {}).get(path[-1])
+        if x is None:
+            continue
+        # From the host one expert at a time: the float32 weights have no room on the device.
+        x = lax.map(lambda one: _device(plan, one).astype(dtype), x) if plan.sizes.offload else x.astype(dtype)
         x = lax.all_gather(x, "data", tiled=True) if plan.sizes.data > 1 else x
         found[path] = x[: plan.experts.pairs].reshape(plan.layout.slots, -1, *shape)
     return nested(found)
@@ -101,7 +122,7 @@ def own(plan: Plan, tree: dict, sections: Sequence[str]) -> dict:
     def of_experts(x: Float[Array, "n ..."]) -> Float[Array, "m ..."]:
         return lax.dynamic_slice_in_dim(x, lax.axis_index("data") * plan.experts.owned, plan.experts.owned)
 
-    return _owned(plan, tree, sections, lambda shares: shares[lax.axis_index(RANKS)], of_experts)
+    return _home(plan, _owned(plan, tree, sections, lambda shares: shares[lax.axis_index(RANKS)], of_experts))
 
 
 def reduce(plan: Plan, gradients: dict) -> dict:
@@ -117,15 +138,16 @@ def _owned(plan: Plan, tree: dict, sections: Sequence[str], of_shares: Callable,
     """The sections of a stage tree, given what takes this rank's part of [R, n] shares, and of [DP * owned, ...] experts."""
     arrays, owned = by_path(tree), {}
     leaves = {section: leaves for section, leaves in (("muon", plan.muon), ("adamw", plan.adamw)) if section in sections}
-    cut = [_cut(leaf, arrays[leaf.path], plan.ranks) for section in leaves.values() for leaf in section]
-    share = of_shares(jnp.concatenate(cut, axis=1))
+    if leaves:
+        cut = [_cut(leaf, arrays[leaf.path], plan.ranks) for section in leaves.values() for leaf in section]
+        share = of_shares(jnp.concatenate(cut, axis=1))
     if "muon" in leaves:
         owned["muon"] = _to_owners(plan, _split(plan.muon, share))
     if "adamw" in leaves:
         owned["adamw"] = share[share.shape[0] - sum(leaf.part for leaf in plan.adamw) :]
     if "experts" in sections:
         pad = plan.sizes.data * plan.experts.owned - plan.experts.pairs
-        pairs = {path: arrays[path].reshape(-1, *shape) for path, shape in plan.experts.shapes.items()}
+        pairs = {path: arrays[path].reshape(-1, *shape) for path, shape in plan.experts.shapes.items() if path in arrays}
         owned["experts"] = {path[-1]: of_experts(_pad(x, pad)) for path, x in pairs.items()}
     return owned
 
@@ -242,7 +264,7 @@ def update(
 def _update_muon(plan: Plan, step: _Step, params: Array, moments: dict, gradients: Array, max_logit_SH: Array):
     """One loop for each kind of unit over as many as this rank owns, in place."""
     stage, rank = lax.axis_index("pipeline"), lax.axis_index(RANKS)
-    carry = params, moments, jnp.zeros(())
+    carry = *_device(plan, (params, moments)), jnp.zeros(())
     for kind in plan.kinds:
         first_N, slot_N = (jnp.asarray(table)[stage, rank] for table in (kind.first_PRN, kind.slot_PRN))
         rule = "muonclip" if kind.clipped else "muon"
@@ -263,7 +285,7 @@ def _update_muon(plan: Plan, step: _Step, params: Array, moments: dict, gradient
 
         count = jnp.where(step.finite, jnp.asarray(kind.count_PR)[stage, rank], 0)
         carry = lax.fori_loop(0, count, body, carry)
-    return carry
+    return *_home(plan, carry[:2]), carry[2]
 
 
 def _open(kind: Kind, rows: Float[Array, "R m"]) -> dict:
@@ -289,13 +311,14 @@ def _update_experts(plan: Plan, step: _Step, params: dict, moments: dict, gradie
     index_N = jnp.asarray(plan.experts.index_PDN)[stage, replica]
 
     def body(i, carry):
-        def take(tree: dict) -> dict:
+        def take(tree):
             return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index_N[i], 1), tree)
 
         params, moments, squares = carry
-        *new, updates = step.apply(plan.expert_rule, take(params), take(moments), take(gradients), {})
         old = params, moments
-        put = jax.tree.map(lambda x, one: lax.dynamic_update_slice_in_dim(x, one, index_N[i], 0), old, tuple(new))
+        *new, updates = step.apply(plan.expert_rule, *_device(plan, take(old)), take(gradients), {})
+        new = _home(plan, tuple(new))
+        put = jax.tree.map(lambda x, one: lax.dynamic_update_slice_in_dim(x, one, index_N[i], 0), old, new)
         return *put, squares + _squares(updates)
 
     count = jnp.where(step.finite, jnp.asarray(plan.experts.count_PD)[stage, replica], 0)
@@ -305,9 +328,9 @@ def _update_experts(plan: Plan, step: _Step, params: dict, moments: dict, gradie
 def _update_adamw(plan: Plan, step: _Step, params: Array, moments: dict, gradients: Array, max_logit_SH: Array):
     """All at once, element by element."""
     del max_logit_SH
-    old = {"adamw": params}, {name: {"adamw": x} for name, x in moments.items()}
+    old = _device(plan, ({"adamw": params}, {name: {"adamw": x} for name, x in moments.items()}))
     *new, updates = step.apply("adamw", *old, {"adamw": gradients}, {})
-    params, moments = jax.tree.map(lambda a, b: jnp.where(step.finite, a, b), tuple(new), old)
+    params, moments = _home(plan, jax.tree.map(lambda a, b: jnp.where(step.finite, a, b), tuple(new), old))
     return params["adamw"], {name: x["adamw"] for name, x in moments.items()}, _once(plan, updates["adamw"])
 
 

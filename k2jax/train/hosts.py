@@ -37,6 +37,7 @@ GRACE = 2.0  # seconds that a process has to end by itself once another has said
 FOREVER = 7 * 24 * 3600 * 1000  # milliseconds; who waits for a lost process is ended by its watch
 END = "k2jax/end"
 BEAT = "k2jax/beat"
+AGAIN = "the same command goes on from the last checkpoint"
 
 
 class _Place(NamedTuple):
@@ -173,7 +174,7 @@ class Crew:
         """Ends the run for an error that nobody has explained."""
         if isinstance(error, SystemExit):
             self.fail(error.code if isinstance(error.code, int) else 1, "it was stopped")
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             # An exchange broke, most likely because another process is gone: the watch ends this process once it knows which.
             time.sleep(self._patience + 3 * GRACE + 6 * self._patience / BEATS)
         traceback.print_exception(error)
@@ -235,9 +236,6 @@ class Crew:
         except OSError:
             return True
         return False
-
-
-AGAIN = "the same command goes on from the last checkpoint"
 
 
 def _exit(code: int) -> None:

@@ -150,7 +150,7 @@ class _Session:
         divided = {name: value for name, value in asdict(self.sizes).items() if name in names}
         return divided | {"microbatches": mesh.microbatches(self.config, self.sizes), "processes": hosts.count()}
 
-    def place(self, batch: Batch) -> Batch:
+    def place(self, batch: Batch) -> dict[str, np.ndarray | jax.Array]:
         """A batch as the programs take it: this process's rows become its part of global arrays."""
         return batch if self.grid is None else mesh.place(self.grid, batch, self.rows, self.config.batch)
 

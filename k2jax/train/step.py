@@ -57,9 +57,9 @@ def abstract_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
         return jax.eval_shape(lambda p, b: _fresh(config, p, b), *transformer.abstract(config.model))
     plan = zero1.plan(config, _sizes(config, mesh))
     params, opt_state = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         zero1.abstract_owned(plan),
-        zero1.specs(plan),
+        zero1.shardings(plan, mesh),
     )
     return abstract_natural(config, mesh)._replace(params=params, opt_state=opt_state)
 

@@ -15,11 +15,11 @@ MESHES = {
     "pipeline 4": (MeshConfig(pipeline=4, data=1), 4),
     "pipeline 4, 2 chunks": (MeshConfig(pipeline=4, chunks=2, data=1), 4),
     "pipeline 2, 2 chunks, 16 microbatches": (MeshConfig(pipeline=2, chunks=2, data=1), 16),
-    "expert 2": (MeshConfig(expert=2, data=1), 4),
-    "expert 4": (MeshConfig(expert=4, data=1), 4),
-    "expert 8": (MeshConfig(expert=8, data=1), 2),
-    "data 2": (MeshConfig(data=2), 4),
-    "data 4": (MeshConfig(data=4), 4),
+    "expert 2": (MeshConfig(chunks=2, expert=2, data=1), 4),
+    "expert 4": (MeshConfig(chunks=2, expert=4, data=1), 4),
+    "expert 8": (MeshConfig(chunks=2, expert=8, data=1), 2),
+    "data 2": (MeshConfig(chunks=2, data=2), 4),
+    "data 4": (MeshConfig(chunks=2, data=4), 4),
     "pipeline 2, expert 2, data 2": (MeshConfig(pipeline=2, chunks=2, expert=2, data=2), 4),
 }
 

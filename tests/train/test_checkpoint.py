@@ -7,11 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from k2jax.train import checkpoint
+from k2jax.config import MeshConfig
+from k2jax.parallel import mesh
+from k2jax.train import checkpoint, step
 from k2jax.train.checkpoint import Checkpoints
 from k2jax.train.folder import DiskFull, Refused
 
 SPREAD = {"pipeline": 1, "data": 1}
+
 
 @pytest.fixture
 def saved(tmp_path):
@@ -41,9 +44,26 @@ def test_what_is_restored_is_what_was_saved_though_the_state_is_given_away_at_on
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, got), want)
 
 
+def test_any_mesh_goes_on_from_a_checkpoint_of_any_other_with_the_same_bits(small, tmp_path):
+    config, rng = replace(small, batch=16), np.random.default_rng(0)
+    want = jax.tree.map(lambda x: rng.integers(0, 9, x.shape).astype(x.dtype), step.abstract_state(config))
+    want = state = want._replace(step=np.int32(1))
+    for axes in ({}, {"pipeline": 2, "expert": 2}, {"expert": 4}, {}):
+        config = replace(config, mesh=MeshConfig(**axes))
+        grid = mesh.make(config) if axes else None
+        with Checkpoints(tmp_path / "checkpoints", grid) as saved:
+            if saved.latest:
+                state = saved.restore(config).state
+            if grid:
+                assert jax.tree.structure(state) == jax.tree.structure(step.abstract_state(config, grid))
+            state = state._replace(step=state.step + 1)
+            saved.save(config, state, {}, {}, axes)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, state), want._replace(step=np.int32(5)))
+
+
 def test_the_last_two_are_kept(small, state, saved, tmp_path):
-    for step in (1, 2, 3):
-        saved.save(small, at(state, step), {}, {}, SPREAD)
+    for number in (1, 2, 3):
+        saved.save(small, at(state, number), {}, {}, SPREAD)
     saved.wait()
     assert saved.latest == 3
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == ["2", "3"]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from k2jax.config import to_dict
+from k2jax.config import MeshConfig, to_dict
 from k2jax.train import loop, metrics
 from k2jax.train.checkpoint import Checkpoints
 from k2jax.train.folder import DiskFull, Refused
@@ -71,6 +71,41 @@ def test_evaluations_and_checkpoints_between_steps_leave_no_trace(small, tmp_pat
     train(often, show_progress=False)
     train(never, show_progress=False)
     assert_same_run(often, never)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh_and_agrees_to_rounding(small, tmp_path, monkeypatch, capsys):
+    one = replace(small, batch=8, eval_every=0, checkpoint_every=0)
+    whole, moved = replace(one, out=tmp_path / "whole"), replace(one, out=tmp_path / "moved")
+    expected = train(whole, show_progress=False)
+    record = loop._record
+
+    def record_and_stop(session, pending, evaluate=False):
+        record(session, pending, evaluate)
+        if pending.number == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr(loop, "_record", record_and_stop)
+        train(moved)
+    capsys.readouterr()
+    result = train(replace(moved, microbatches=2, mesh=MeshConfig(pipeline=2, expert=2)))
+    shown = capsys.readouterr().out
+    assert "on 8 devices, pipeline 2 x expert 2 x data 2: 2 microbatches, 1 chunks a stage, 5 ticks, bubble 33.3%, " in shown
+    assert "1 of 2 slots without a layer" in shown
+    assert "going on after step 5 of 12 with pipeline 1 -> 2, expert 1 -> 2, data 1 -> 2: numbers agree to rounding" in shown
+    assert json.loads((moved.out / "config.json").read_text())["mesh"]["pipeline"] == 2
+    rows, others = (metrics.read(c.out / "metrics.jsonl") for c in (whole, moved))
+    assert [row["step"] for row in others] == list(range(1, 13))
+    for name in ("loss", "grad_norm", "update_rms"):
+        np.testing.assert_allclose([row[name] for row in others], [row[name] for row in rows], rtol=1e-4)
+    np.testing.assert_allclose(result.val_loss, expected.val_loss, rtol=1e-5)
+
+
+def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read(small):
+    config = replace(small, mesh=MeshConfig(expert=3), data=replace(small.data, corpus="nowhere"))
+    with pytest.raises(Refused, match=r"must be a multiple of .* = 3; got 8; next to it are 6 and 9"):
+        train(config, show_progress=False)
 
 
 PRESET = """
