@@ -54,6 +54,10 @@ class Costs(NamedTuple):
         beside_first = self.attention / (2 if self.recompute else 1)
         return min(beside_first, self.experts_back + self.repeated[1], self.experts, self.attention_back)
 
+    def faster(self, times: float) -> "Costs":
+        """The same on a device that computes `times` as fast, with the same links."""
+        return Costs(*(ms / times for ms in self[:6]), *self[6:])
+
     def silent(self) -> "Costs":
         """The same without communication."""
         return self._replace(exchange=0.0, transfer=0.0, copy=0.0)

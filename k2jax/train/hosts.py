@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -32,6 +32,7 @@ from k2jax.config import HostsConfig, RunConfig, to_dict
 from k2jax.train.folder import Refused
 
 PACKAGES = ("k2jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")  # that decide what is computed
+JOIN = 300  # seconds that processes wait for each other at the start
 BEATS = 15  # signs of life in the time after which a process without one counts as lost
 GRACE = 2.0  # seconds that a process has to end by itself once another has said that the run is over
 FOREVER = 7 * 24 * 3600 * 1000  # milliseconds; who waits for a lost process is ended by its watch
@@ -120,6 +121,9 @@ def joined(config: HostsConfig) -> Iterator["Alone | Crew"]:
 
 
 def _connect(place: _Place, patience: float) -> None:
+    where = place.coordinator or "the place that the launcher names"
+    failed = f"process {place.index} of {place.count} could not join the others at {where}"
+    _explain_abort(lambda: f"{failed} in {JOIN} seconds: not all came, two have one index, or the port is taken")
     # jax would answer SIGTERM itself; the training loop does.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -129,14 +133,14 @@ def _connect(place: _Place, patience: float) -> None:
             place.index,
             local_device_ids=place.devices,
             cluster_detection_method=place.method,
+            initialization_timeout=JOIN,
             heartbeat_timeout_seconds=round(2 * patience + 15),  # for when process 0 itself does not answer
         )
         if place.devices is None and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
             for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
                 jax.config.update(name, "all")  # what jax finds by itself is one a process
     except (RuntimeError, ValueError, OSError) as error:
-        where = distributed.global_state.coordinator_address or place.coordinator
-        raise Refused(f"process {place.index} of {place.count} could not join at {where}: {_first_line(error)}") from error
+        raise Refused(f"{failed}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -152,8 +156,7 @@ class Crew:
         self._over, self._answered = threading.Event(), time.monotonic()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-        if place.index:
-            self._when_aborted()
+        _explain_abort(self._why_aborted)
 
     def leave(self) -> None:
         """Parts from the others, in good order."""
@@ -215,17 +218,10 @@ class Crew:
             print(f"error: {sentence}", file=sys.stderr, flush=True)
             _exit(code)
 
-    def _when_aborted(self) -> None:
-        """Says that process 0 is lost when jax aborts this process for it, which is at once and with a stack trace alone."""
-
-        @ctypes.CFUNCTYPE(None, ctypes.c_int)
-        def handle(_number: int) -> None:
-            if not self._over.is_set() and self._is_service_gone():
-                print(f"error: process 0 of {self._place.count}, which joins the others, is lost; {AGAIN}", file=sys.stderr)
-                _exit(1)
-
-        self._handle = handle  # a handler in Python would never run: abort() ends the process when its handler returns
-        ctypes.CDLL(None).signal(signal.SIGABRT, handle)
+    def _why_aborted(self) -> str | None:
+        if self._place.index and not self._over.is_set() and self._is_service_gone():
+            return f"process 0 of {self._place.count}, which joins the others, is lost; {AGAIN}"
+        return None
 
     def _is_service_gone(self) -> bool:
         if time.monotonic() - self._answered > self._patience:
@@ -236,6 +232,23 @@ class Crew:
         except OSError:
             return True
         return False
+
+
+_kept = []  # the handler below: C does not keep it alive
+
+
+def _explain_abort(why: Callable[[], str | None]) -> None:
+    """Says why when jax aborts this process, which it does at once and with a stack trace alone; None leaves it at that."""
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def handle(_number: int) -> None:
+        if sentence := why():
+            print(f"error: {sentence}", file=sys.stderr)
+            _exit(1)
+
+    # A handler of Python's would never run: abort() ends the process as soon as the handler in C returns.
+    ctypes.CDLL(None).signal(signal.SIGABRT, handle)
+    _kept[:] = [handle]
 
 
 def _exit(code: int) -> None:

@@ -107,6 +107,12 @@ def test_a_tick_of_ours_takes_the_longer_of_each_two_that_run_side_by_side(excha
     assert (hidden == 1) == (exchange <= c.cover)
 
 
+def test_a_faster_device_computes_faster_and_exchanges_no_faster():
+    fast = UNEQUAL._replace(exchange=0.4, transfer=0.1, copy=0.2, recompute=True).faster(2.0)
+    assert (fast.forward, fast.weights, fast.cover) == pytest.approx((0.5, 0.35, 0.075))
+    assert (fast.exchange, fast.transfer, fast.copy, fast.recompute) == (0.4, 0.1, 0.2, True)
+
+
 def test_why_devices_wait_adds_up_to_the_step():
     costs = UNEQUAL._replace(exchange=0.35, transfer=0.2, copy=0.8)
     for plan in _schedules.all_of(Sizes(4, 2, 8, 4)):
@@ -202,6 +208,15 @@ def test_options_that_do_not_fit_are_refused(change, message):
         Options(**change)
     with pytest.raises(ValueError, match=r"--machine\.network must be positive; got 0"):
         Machine(network=0.0)
+
+
+def test_the_claim_of_hiding_tells_how_near_its_limit_is():
+    plan = _schedules.lock_step(4, 2, 8, 2)
+    at_limit = run(plan, EQUAL._replace(exchange=EQUAL.cover))
+    claim = pipeline_schedules._hides("hides", at_limit, "so")
+    assert claim.verdict == "pass"
+    # Every step of a pair then takes an exchange of 0.5 ms beside 0.5 / 1.3 ms of computation.
+    assert claim.measured.startswith("100.0% (76.9% on a device 1.3 times as fast), so; ")
 
 
 def test_memory_claim():

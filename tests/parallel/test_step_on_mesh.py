@@ -35,8 +35,7 @@ def run(config, mesh, batches, poison=False):
     evaluated = [float(x) for x in steps.make_eval(config, devices)(state, batches[0])]
     found = jax.tree.map(np.asarray, state if mesh is None else steps.to_natural(config, devices, state))
     if poison:
-        muon = state.params["muon"].at[0, 0, 0, 0, 0].set(np.nan)
-        state = state._replace(params=state.params | {"muon": muon})
+        state = state._replace(params=state.params | {"muon": state.params["muon"] * np.nan})
         before = jax.tree.map(np.array, state)
         state, metrics = step(state, batches[0], np.float32(config.tokens))
         after = jax.tree.map(np.array, state)

@@ -140,7 +140,8 @@ def run(request, run_of):
     program = compile_steps(config, plan, (*inputs, finite))
     trees, owned, count, metrics = jax.tree.map(np.asarray, program(*inputs, finite))
     one = jax.tree.map(np.asarray, on_one_device(config, natural, given, inputs[-1]))
-    return SimpleNamespace(**locals())
+    found = {"trees": trees, "owned": owned, "count": count, "metrics": metrics, "one": one}
+    return SimpleNamespace(config=config, plan=plan, natural=natural, inputs=inputs, program=program, **found)
 
 
 def joined(run, name):

@@ -194,7 +194,16 @@ def test_the_error_of_one_process_is_told_to_the_other_and_ends_it(pair, act, co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lost", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL), (0, signal.SIGSTOP)])
+def test_a_process_that_waits_in_vain_says_so(tmp_path, start):
+    (tmp_path / "late.py").write_text(PAIR.replace("place = tyro", "hosts.JOIN = 3\nplace = tyro"))
+    code, (said,) = ended(start(0, "late.py", "part"))
+    assert code == 1 and "process 0 of 2 could not join the others at 127.0.0.1:" in said and "in 3 seconds" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL), (0, signal.SIGSTOP)]
+)
 def test_a_lost_process_ends_the_other_which_names_it(pair, lost, number):
     processes = pair("hang")
     for process in processes:
