@@ -3,10 +3,8 @@
 What is written is the state of one device, whatever the mesh: any mesh and any number of processes goes on from any checkpoint.
 """
 
-import functools
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from k2jax.config import RunConfig, from_dict, to_dict
 from k2jax.train.folder import DiskFull, Refused, differing, is_full
-from k2jax.train.step import TrainState, abstract_natural, abstract_state, from_natural, natural_sharding, to_natural
+from k2jax.train.step import TrainState, abstract_natural, abstract_state, from_natural, to_natural
 
 KEEP = 2  # the one before the last outlives a fault while the last is written
 
@@ -35,11 +33,6 @@ def intact(folder: Path) -> str:
     # A checkpoint gets its number for a name last. Orbax is not asked: among many processes it would wait for all.
     steps = [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()]
     return f"the checkpoint of step {max(steps)} is whole" if steps else "there is no checkpoint yet"
-
-
-@functools.cache  # one program for all checkpoints of a run
-def _natural(config: RunConfig, mesh: Mesh) -> Callable[[TrainState], TrainState]:
-    return jax.jit(functools.partial(to_natural, config, mesh), out_shardings=natural_sharding(config, mesh))
 
 
 class Checkpoints:
@@ -81,7 +74,7 @@ class Checkpoints:
         """
         self.wait()
         if self._mesh is not None:
-            state = _natural(config, self._mesh)(state)
+            state = to_natural(config, self._mesh, state)
         step = int(state.step)
         needed = sum(x.nbytes for x in jax.tree.leaves(state))
         free = shutil.disk_usage(self._folder).free

@@ -211,12 +211,11 @@ def test_options_that_do_not_fit_are_refused(change, message):
 
 
 def test_the_claim_of_hiding_tells_how_near_its_limit_is():
-    plan = _schedules.lock_step(4, 2, 8, 2)
-    at_limit = run(plan, EQUAL._replace(exchange=EQUAL.cover))
+    at_limit = run(_schedules.lock_step(4, 2, 32, 2), EQUAL._replace(exchange=EQUAL.cover))
     claim = pipeline_schedules._hides("hides", at_limit, "so")
     assert claim.verdict == "pass"
-    # Every step of a pair then takes an exchange of 0.5 ms beside 0.5 / 1.3 ms of computation.
-    assert claim.measured.startswith("100.0% (76.9% on a device 1.3 times as fast), so; ")
+    # Every exchange of 0.5 ms then runs beside 0.5 / 1.3 ms of computation: 76.9%, but for the last combine, which ends later.
+    assert claim.measured.startswith("100.0% (77.0% on a device 1.3 times as fast), so; ")
 
 
 def test_memory_claim():
