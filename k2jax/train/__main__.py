@@ -101,9 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 train(command.run)
             except Refused as error:
-                return others.fail(_say(2, error), str(error))
+                return others.fail(2, error)
             except (OSError, Diverged) as error:
-                return others.fail(_say(1, error), str(error))
+                return others.fail(1, error)
     except Refused as error:
         return _say(2, error)
     return 0

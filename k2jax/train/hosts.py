@@ -38,6 +38,8 @@ GRACE = 2.0  # seconds that a process has to end by itself once another has said
 FOREVER = 7 * 24 * 3600 * 1000  # milliseconds; who waits for a lost process is ended by its watch
 END = "k2jax/end"
 BEAT = "k2jax/beat"
+# How errors of exchanges begin; their type changes with jax.
+BROKEN = re.compile("(CANCELLED|UNKNOWN|DEADLINE_EXCEEDED|ABORTED|INTERNAL|UNAVAILABLE|DATA_LOSS): ")
 AGAIN = "the same command goes on from the last checkpoint"
 
 
@@ -90,8 +92,9 @@ def _of_launcher(environment: Mapping[str, str]) -> _Place | None:
 class Alone:
     """The only process of a run."""
 
-    def fail(self, code: int, sentence: str) -> int:
-        """Returns the exit code; nobody else has to know."""
+    def fail(self, code: int, error: Exception | str) -> int:
+        """Says what is wrong and returns the exit code; nobody else has to know."""
+        print(f"error: {error}", file=sys.stderr)
         return code
 
 
@@ -116,7 +119,6 @@ def joined(config: HostsConfig) -> Iterator["Alone | Crew"]:
         wait()  # all have come to the end before one stops listening
     except BaseException as error:
         crew.break_off(error)
-        raise
     crew.leave()
 
 
@@ -164,8 +166,26 @@ class Crew:
         self._thread.join()
         jax.distributed.shutdown()
 
-    def fail(self, code: int, sentence: str) -> NoReturn:
-        """Tells the others that this process ends the run, and why, and ends it."""
+    def fail(self, code: int, error: Exception | str) -> NoReturn:
+        """Says what is wrong, here and to the others, and ends this process with an exit code."""
+        self._wait_for_blame(error)
+        print(f"error: {error}", file=sys.stderr)
+        self._part(code, str(error))
+
+    def break_off(self, error: BaseException) -> NoReturn:
+        """Ends the run for an error that nobody has explained."""
+        if isinstance(error, SystemExit):
+            self._part(error.code if isinstance(error.code, int) else 1, "it was stopped")
+        self._wait_for_blame(error)
+        traceback.print_exception(error)
+        self._part(130 if isinstance(error, KeyboardInterrupt) else 1, f"{type(error).__name__}: {_first_line(error)}")
+
+    def _wait_for_blame(self, error: BaseException | str) -> None:
+        """Waits, if an exchange broke: most likely another process is gone, and the watch will know which and end this one."""
+        if BROKEN.match(str(error)):
+            time.sleep(self._patience + 3 * GRACE + 6 * self._patience / BEATS)
+
+    def _part(self, code: int, sentence: str) -> NoReturn:
         with contextlib.suppress(Exception):  # without the service they are told by its silence
             self._say_end(code, f"{self._name} ended the run: {sentence}")
         self._over.set()
@@ -173,21 +193,12 @@ class Crew:
             time.sleep(GRACE + 2 * self._patience / BEATS)  # the service goes with this process
         _exit(code)
 
-    def break_off(self, error: BaseException) -> None:
-        """Ends the run for an error that nobody has explained."""
-        if isinstance(error, SystemExit):
-            self.fail(error.code if isinstance(error.code, int) else 1, "it was stopped")
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            # An exchange broke, most likely because another process is gone: the watch ends this process once it knows which.
-            time.sleep(self._patience + 3 * GRACE + 6 * self._patience / BEATS)
-        traceback.print_exception(error)
-        self.fail(130 if isinstance(error, KeyboardInterrupt) else 1, f"{type(error).__name__}: {_first_line(error)}")
-
     def _say_end(self, code: int, sentence: str) -> None:
         self._client.key_value_set(f"{END}/{self._place.index}", json.dumps([code, sentence]), allow_overwrite=True)
 
     def _watch(self) -> None:
-        last_seen: dict[str, tuple[str, float]] = {}
+        n, start = self._place.count, time.monotonic()
+        last_seen = {f"{BEAT}/{i}": (json.dumps([f"process {i} of {n}", -1]), start) for i in range(n)}
         for beat in itertools.count():
             if self._over.wait(self._patience / BEATS):
                 return
@@ -195,16 +206,16 @@ class Crew:
                 sign = json.dumps([self._name, beat])
                 self._client.key_value_set(f"{BEAT}/{self._place.index}", sign, allow_overwrite=True)
                 said = self._client.key_value_dir_get(f"{END}/")
-                beats = self._client.key_value_dir_get(f"{BEAT}/") if self._place.index == 0 else []
-            except jax.errors.JaxRuntimeError:
+                signs = dict(self._client.key_value_dir_get(f"{BEAT}/")) if self._place.index == 0 else {}
+            except Exception:  # of a type that changes with jax
                 continue  # process 0 is gone or slow; jax aborts this process when it is sure
             self._answered = now = time.monotonic()
             if said:
                 self._end(*json.loads(said[0][1]))
-            for key, sign in beats:
-                if last_seen.get(key, ("", 0.0))[0] != sign:
+            for key, (before, since) in last_seen.items() if signs else ():
+                if (sign := signs.get(key, before)) != before:
                     last_seen[key] = sign, now
-                elif now - last_seen[key][1] > self._patience:
+                elif now - since > self._patience:
                     self._lost(json.loads(sign)[0])
 
     def _lost(self, name: str) -> None:
