@@ -38,7 +38,7 @@ def _places(model: ModelConfig, exchange: Exchange) -> tuple[Int[Array, " E"], A
 def place(model: ModelConfig, lay: Layout, exchange: Exchange, weights: dict) -> dict:
     """Puts the dense layers' matrices into the places of their slots."""
     moe = model.moe
-    if not lay.dense_PJ.shape[1]:
+    if not lay.dense_ZJ.shape[1]:
         return weights
     z, shared = lax.axis_index("pipeline"), moe.n_shared * moe.d_expert
     block_E, used_E = _places(model, exchange)
@@ -48,8 +48,8 @@ def place(model: ModelConfig, lay: Layout, exchange: Exchange, weights: dict) ->
         old = _at(ffn[name], slot)
         ffn[name] = lax.dynamic_update_index_in_dim(ffn[name], jnp.where(present, value, old), slot, 0)
 
-    for j in range(lay.dense_PJ.shape[1]):
-        present, slot = jnp.asarray(lay.dense_PJ)[z, j] >= 0, jnp.asarray(lay.dense_slot_PJ)[z, j]
+    for j in range(lay.dense_ZJ.shape[1]):
+        present, slot = jnp.asarray(lay.dense_ZJ)[z, j] >= 0, jnp.asarray(lay.dense_slot_ZJ)[z, j]
         for name, hidden in (("gate_DF", 1), ("up_DF", 1), ("down_FD", 0)):
             w = weights["dense"][name][j]
             if moe.n_shared:
@@ -63,13 +63,13 @@ def place(model: ModelConfig, lay: Layout, exchange: Exchange, weights: dict) ->
 def collect(model: ModelConfig, lay: Layout, exchange: Exchange, total: dict) -> dict:
     """Moves the gradients of the dense layers out of their slots into natural matrices, summed over replicas on this rank."""
     moe = model.moe
-    if not lay.dense_PJ.shape[1]:
+    if not lay.dense_ZJ.shape[1]:
         return total
     z, n = lax.axis_index("pipeline"), blocks_of(model)
     block_E, used_E = _places(model, exchange)
     ffn, dense = dict(total["slots"]["ffn"]), dict(total["dense"])
-    for j in range(lay.dense_PJ.shape[1]):
-        present, slot = jnp.asarray(lay.dense_PJ)[z, j] >= 0, jnp.asarray(lay.dense_slot_PJ)[z, j]
+    for j in range(lay.dense_ZJ.shape[1]):
+        present, slot = jnp.asarray(lay.dense_ZJ)[z, j] >= 0, jnp.asarray(lay.dense_slot_ZJ)[z, j]
         for name, hidden in (("gate_DF", 1), ("up_DF", 1), ("down_FD", 0)):
             parts = [_at(ffn[f"shared_{name}"], slot)] if moe.n_shared else []
             if n:

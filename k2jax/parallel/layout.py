@@ -19,10 +19,10 @@ class Layout(NamedTuple):
     stages: int
     chunks: int  # a stage
     layers: int  # slots a chunk
-    kind_PS: np.ndarray  # IDENTITY, MOE, DENSE or MTP
-    layer_PS: np.ndarray  # index within its stack ("dense", "moe", "mtp"); -1 at identity
-    dense_PJ: np.ndarray  # the dense layers of each stage, -1 beyond their number; J = most of any stage
-    dense_slot_PJ: np.ndarray  # their slots; 0 beyond
+    kind_ZL: np.ndarray  # IDENTITY, MOE, DENSE or MTP
+    layer_ZL: np.ndarray  # index within its stack ("dense", "moe", "mtp"); -1 at identity
+    dense_ZJ: np.ndarray  # the dense layers of each stage, -1 beyond their number; J = most of any stage
+    dense_slot_ZJ: np.ndarray  # their slots; 0 beyond
 
     @property
     def slots(self) -> int:
@@ -40,20 +40,20 @@ def layout(model: ModelConfig, mesh: MeshConfig) -> Layout:
     P, v = mesh.pipeline, mesh.chunks
     n = -(-(model.n_layers + model.n_mtp) // (P * v))
     last = P * v * n - 1
-    kind_PS, layer_PS = np.full((P, v * n), IDENTITY), np.full((P, v * n), -1)
-    empty = Layout(P, v, n, kind_PS, layer_PS, np.zeros((P, 0), int), np.zeros((P, 0), int))
+    kind_ZL, layer_ZL = np.full((P, v * n), IDENTITY), np.full((P, v * n), -1)
+    empty = Layout(P, v, n, kind_ZL, layer_ZL, np.zeros((P, 0), int), np.zeros((P, 0), int))
     for p in range(P):
         for s in range(v * n):
             position = empty.position(p, s)
             if model.n_mtp and position == last:
-                kind_PS[p, s], layer_PS[p, s] = MTP, 0
+                kind_ZL[p, s], layer_ZL[p, s] = MTP, 0
             elif position < model.n_dense:
-                kind_PS[p, s], layer_PS[p, s] = DENSE, position
+                kind_ZL[p, s], layer_ZL[p, s] = DENSE, position
             elif position < model.n_layers:
-                kind_PS[p, s], layer_PS[p, s] = MOE, position - model.n_dense
-    J = (kind_PS == DENSE).sum(1).max(initial=0)
-    dense_PJ, dense_slot_PJ = np.full((P, J), -1), np.zeros((P, J), int)
+                kind_ZL[p, s], layer_ZL[p, s] = MOE, position - model.n_dense
+    J = (kind_ZL == DENSE).sum(1).max(initial=0)
+    dense_ZJ, dense_slot_ZJ = np.full((P, J), -1), np.zeros((P, J), int)
     for p in range(P):
-        for j, s in enumerate(np.flatnonzero(kind_PS[p] == DENSE)):
-            dense_PJ[p, j], dense_slot_PJ[p, j] = layer_PS[p, s], s
-    return empty._replace(dense_PJ=dense_PJ, dense_slot_PJ=dense_slot_PJ)
+        for j, s in enumerate(np.flatnonzero(kind_ZL[p] == DENSE)):
+            dense_ZJ[p, j], dense_slot_ZJ[p, j] = layer_ZL[p, s], s
+    return empty._replace(dense_ZJ=dense_ZJ, dense_slot_ZJ=dense_slot_ZJ)

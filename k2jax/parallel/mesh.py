@@ -192,7 +192,7 @@ def table(config: RunConfig, mesh: MeshConfig) -> list[Row]:
 
 def _leaves(config: RunConfig, mesh: MeshConfig, model: ModelConfig) -> list[Row]:
     params = transformer.abstract(model)[0]
-    rule, most = by_path(rules(config.optim, params)), layout(model, mesh).dense_PJ.shape[1]
+    rule, most = by_path(rules(config.optim, params)), layout(model, mesh).dense_ZJ.shape[1]
 
     def row(path: tuple[str, ...], shape: tuple[int, ...]) -> Row:
         # MTP's own leaves, not those of its block, are on every stage, though only the last one uses them.

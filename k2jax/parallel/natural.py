@@ -166,19 +166,19 @@ def _field(path: tuple) -> tuple[str, Path]:
 def _home(places: Layout, path: Path) -> _Home:
     last = places.stages - 1
     if path[0] == "dense" and path[1] == "ffn":
-        return _Home(("dense", path[2]), True, *_sorted(places.dense_PJ, places.dense_PJ >= 0))
+        return _Home(("dense", path[2]), True, *_sorted(places.dense_ZJ, places.dense_ZJ >= 0))
     if path[0] in ("dense", "moe"):
         kind = DENSE if path[0] == "dense" else MOE
-        return _Home(("slots", *path[1:]), True, *_sorted(places.layer_PS, places.kind_PS == kind))
+        return _Home(("slots", *path[1:]), True, *_sorted(places.layer_ZL, places.kind_ZL == kind))
     if path[:2] == ("mtp", "block"):
-        return _Home(("slots", *path[2:]), True, *_sorted(places.layer_PS, places.kind_PS == MTP))
+        return _Home(("slots", *path[2:]), True, *_sorted(places.layer_ZL, places.kind_ZL == MTP))
     return _Home(path, False, np.array([last if path[0] == "mtp" else 0]), np.array([0]))
 
 
-def _sorted(index_PS: np.ndarray, chosen_PS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sorted(index_ZL: np.ndarray, chosen_ZL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Stage and entry of the chosen, by their index."""
-    stage, entry = np.nonzero(chosen_PS)
-    order = np.argsort(index_PS[stage, entry])
+    stage, entry = np.nonzero(chosen_ZL)
+    order = np.argsort(index_ZL[stage, entry])
     return stage[order], entry[order]
 
 

@@ -53,7 +53,7 @@ class Unit(NamedTuple):
     leaves: tuple[Leaf, ...]
     entry: int  # of each leaf; in "slots" the slot, and so the row of the statistic
     cost: int  # FLOPs of Newton-Schulz
-    used_P: np.ndarray  # whether a stage has a layer there
+    used_Z: np.ndarray  # whether a stage has a layer there
     rank: int = -1  # owner
     first: int = -1  # column of the owner's rows
 
@@ -68,9 +68,9 @@ class Kind(NamedTuple):
 
     units: tuple[Unit, ...]
     clipped: bool  # by QK-Clip
-    count_PR: np.ndarray  # a rank's units that have a layer on the stage
-    first_PRN: np.ndarray  # their columns
-    slot_PRN: np.ndarray  # and rows of the statistic
+    count_ZR: np.ndarray  # a rank's units that have a layer on the stage
+    first_ZRN: np.ndarray  # their columns
+    slot_ZRN: np.ndarray  # and rows of the statistic
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -84,8 +84,8 @@ class Experts(NamedTuple):
     shapes: dict[Path, tuple[int, ...]]  # leaf -> shape of one expert
     pairs: int
     owned: int  # pairs of a rank, rounded up
-    count_PD: np.ndarray  # a rank's pairs in slots that have experts
-    index_PDN: np.ndarray  # and which of its pairs they are
+    count_ZR: np.ndarray  # a rank's pairs in slots that have experts
+    index_ZRN: np.ndarray  # and which of its pairs they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class Plan:
     experts: Experts
     expert_rule: str  # muon or adamw
     expert_cost: int  # FLOPs of Newton-Schulz
-    load_PR: np.ndarray  # FLOPs of Newton-Schulz a step
+    load_ZR: np.ndarray  # FLOPs of Newton-Schulz a step
     stage: dict[Path, tuple[int, ...]]  # shapes of the stage tree on one rank
     natural: tuple[dict, optax.OptState]  # shapes of the whole model's weights and optimizer state
 
@@ -119,7 +119,7 @@ class Plan:
     @property
     def balance(self) -> float:
         """Newton-Schulz FLOPs of the busiest rank over an equal share of the busiest stage's."""
-        return float(self.load_PR.max() / self.load_PR.mean(1).max()) if self.load_PR.any() else 1.0
+        return float(self.load_ZR.max() / self.load_ZR.mean(1).max()) if self.load_ZR.any() else 1.0
 
     @property
     def sections(self) -> dict[str, tuple[str, ...]]:
@@ -150,9 +150,9 @@ def plan(config: RunConfig, sizes: MeshConfig) -> Plan:
     expert_rule = rule[next(iter(experts.shapes))]
     one = nested({path: jax.ShapeDtypeStruct((1, *shape), jnp.float32) for path, shape in experts.shapes.items()})
     cost = _cost(config.optim, one) if expert_rule == "muon" else 0
-    load_PR = np.tile(experts.count_PD * float(cost), (1, sizes.expert))  # rank = expert * DP + data, as the axes are listed
+    load_ZR = np.tile(experts.count_ZR * float(cost), (1, sizes.expert))  # rank = expert * DP + data, as the axes are listed
     groups = _groups(config, muon)
-    units, load_PR = _assign([unit for group in groups for unit in _units(config.optim, places, group)], load_PR)
+    units, load_ZR = _assign([unit for group in groups for unit in _units(config.optim, places, group)], load_ZR)
     return Plan(
         sizes=sizes,
         layout=places,
@@ -164,7 +164,7 @@ def plan(config: RunConfig, sizes: MeshConfig) -> Plan:
         experts=experts,
         expert_rule=expert_rule,
         expert_cost=cost,
-        load_PR=load_PR,
+        load_ZR=load_ZR,
         stage=arrays,
         natural=(params, jax.eval_shape(muonclip(config.optim, config.model.attention).init, params)),
     )
@@ -183,8 +183,8 @@ def stage_shapes(model: ModelConfig, sizes: MeshConfig) -> dict:
         if axes_of(name).startswith("E"):
             slots["ffn"][name] = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // sizes.expert, *x.shape[2:]), jnp.float32)
     tree = {"slots": slots, "norm_D": whole["norm_D"]}
-    if places.dense_PJ.shape[1]:
-        tree["dense"] = shapes(whole["dense"]["ffn"], places.dense_PJ.shape[1])
+    if places.dense_ZJ.shape[1]:
+        tree["dense"] = shapes(whole["dense"]["ffn"], places.dense_ZJ.shape[1])
     if model.n_mtp:
         tree["mtp"] = {name: x for name, x in whole["mtp"].items() if name != "block"}
     for name in ("embed_WD", "head_WD"):
@@ -201,10 +201,10 @@ def _experts(places: Layout, sizes: MeshConfig, arrays: dict[Path, tuple[int, ..
     slots, local = next(iter(arrays.values()))[:2]
     owned = -(-slots * local // sizes.data)
     has = np.zeros((places.stages, sizes.data * owned), bool)
-    has[:, : slots * local] = np.repeat(np.isin(places.kind_PS, (MOE, MTP)), local, axis=1)
-    has_PDN = has.reshape(places.stages, sizes.data, owned)
-    index_PDN = np.argsort(~has_PDN, axis=-1, kind="stable").astype(np.int32)  # those that have a layer, in order, first
-    return Experts({path: shape[2:] for path, shape in arrays.items()}, slots * local, owned, has_PDN.sum(-1), index_PDN)
+    has[:, : slots * local] = np.repeat(np.isin(places.kind_ZL, (MOE, MTP)), local, axis=1)
+    has_ZRN = has.reshape(places.stages, sizes.data, owned)
+    index_ZRN = np.argsort(~has_ZRN, axis=-1, kind="stable").astype(np.int32)  # those that have a layer, in order, first
+    return Experts({path: shape[2:] for path, shape in arrays.items()}, slots * local, owned, has_ZRN.sum(-1), index_ZRN)
 
 
 def _groups(config: RunConfig, leaves: Sequence[Leaf]) -> list[tuple[Leaf, ...]]:
@@ -246,28 +246,28 @@ def _cost(optim: OptimConfig, tree: dict) -> int:
 def _used(places: Layout, path: Path, entry: int) -> np.ndarray:
     """Whether the entry of a leaf holds a layer's weights, by stage."""
     if path[0] == "dense":
-        return places.dense_PJ[:, entry] >= 0
+        return places.dense_ZJ[:, entry] >= 0
     if path[0] == "mtp":
         return np.arange(places.stages) == places.stages - 1
-    kind_P = places.kind_PS[:, entry]
-    return kind_P != IDENTITY if path[1] == "attention" else np.isin(kind_P, (MOE, MTP))
+    kind_Z = places.kind_ZL[:, entry]
+    return kind_Z != IDENTITY if path[1] == "attention" else np.isin(kind_Z, (MOE, MTP))
 
 
-def _assign(units: Sequence[Unit], load_PR: np.ndarray) -> tuple[list[Unit], np.ndarray]:
+def _assign(units: Sequence[Unit], load_ZR: np.ndarray) -> tuple[list[Unit], np.ndarray]:
     """Owners and columns of units, and the loads with them: the costliest first, each where its stages end up least busy."""
-    load_PR, filled_R = load_PR.copy(), np.zeros(load_PR.shape[1], int)
+    load_ZR, filled_R = load_ZR.copy(), np.zeros(load_ZR.shape[1], int)
     assigned = []
     for unit in sorted(units, key=lambda unit: -unit.cost):
-        then_PR = load_PR + unit.used_P[:, None] * unit.cost
+        then_ZR = load_ZR + unit.used_Z[:, None] * unit.cost
 
-        def busy(rank: int, then_PR: np.ndarray = then_PR, used_P: np.ndarray = unit.used_P) -> tuple:
+        def busy(rank: int, then_ZR: np.ndarray = then_ZR, used_Z: np.ndarray = unit.used_Z) -> tuple:
             # The step waits for the busiest stage; what decides beyond that are the unit's own stages, and then memory.
-            return then_PR[:, rank].max(), then_PR[used_P, rank].max(initial=0), filled_R[rank]
+            return then_ZR[:, rank].max(), then_ZR[used_Z, rank].max(initial=0), filled_R[rank]
 
         rank = min(range(len(filled_R)), key=busy)
         assigned.append(unit._replace(rank=rank, first=int(filled_R[rank])))
-        load_PR[:, rank], filled_R[rank] = then_PR[:, rank], filled_R[rank] + unit.part
-    return assigned, load_PR
+        load_ZR[:, rank], filled_R[rank] = then_ZR[:, rank], filled_R[rank] + unit.part
+    return assigned, load_ZR
 
 
 def _kinds(config: RunConfig, places: Layout, ranks: int, units: Sequence[Unit]) -> list[Kind]:
@@ -280,18 +280,18 @@ def _kinds(config: RunConfig, places: Layout, ranks: int, units: Sequence[Unit])
     for members in by_kind.values():
         clipped = config.optim.rule == "muonclip" and members[0].leaves[0].path[-1] in _clipped(config)
         held = {
-            (p, r): [unit for unit in members if unit.rank == r and unit.used_P[p]]
+            (p, r): [unit for unit in members if unit.rank == r and unit.used_Z[p]]
             for p in range(places.stages)
             for r in range(ranks)
         }
         most = max(len(owned) for owned in held.values())
-        count_PR = np.zeros((places.stages, ranks), np.int32)
-        first_PRN, slot_PRN = np.zeros((2, places.stages, ranks, most), np.int32)
+        count_ZR = np.zeros((places.stages, ranks), np.int32)
+        first_ZRN, slot_ZRN = np.zeros((2, places.stages, ranks, most), np.int32)
         for (p, r), owned in held.items():
-            count_PR[p, r] = len(owned)
-            first_PRN[p, r, : len(owned)] = [unit.first for unit in owned]
-            slot_PRN[p, r, : len(owned)] = [unit.entry for unit in owned]
-        found.append(Kind(tuple(members), clipped, count_PR, first_PRN, slot_PRN))
+            count_ZR[p, r] = len(owned)
+            first_ZRN[p, r, : len(owned)] = [unit.first for unit in owned]
+            slot_ZRN[p, r, : len(owned)] = [unit.entry for unit in owned]
+        found.append(Kind(tuple(members), clipped, count_ZR, first_ZRN, slot_ZRN))
     return found
 
 
@@ -311,7 +311,7 @@ def render(plan: Plan) -> str:
     for kind in plan.kinds:
         names = dict.fromkeys(leaf.path[-1] for unit in kind.units for leaf in unit.leaves)
         shapes = [x.shape[1:] for x in by_path(tree_of(kind.leaves)).values()]
-        lines.append(_line(names, shapes, len(kind.units), int(kind.count_PR.max()), kind.units[0].cost))
+        lines.append(_line(names, shapes, len(kind.units), int(kind.count_ZR.max()), kind.units[0].cost))
     experts = plan.experts
     names = [path[-1] for path in experts.shapes]
     lines.append(_line(names, experts.shapes.values(), experts.pairs * plan.sizes.expert, experts.owned, plan.expert_cost))
@@ -320,7 +320,7 @@ def render(plan: Plan) -> str:
         "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
         for line in lines
     ]
-    busiest, share = plan.load_PR.max() / 1e12, plan.load_PR.mean(1).max() / 1e12
+    busiest, share = plan.load_ZR.max() / 1e12, plan.load_ZR.mean(1).max() / 1e12
     held = rank_bytes(plan)
     return "\n".join(
         [

@@ -272,7 +272,7 @@ class _Stage(NamedTuple):
 
     def _slot(self, unit: "_Unit", place: int) -> Slot:
         index = unit.chunk * self.pipe.layout.layers + place
-        kind = jnp.asarray(self.pipe.layout.kind_PS, jnp.int32)[self.z, index]
+        kind = jnp.asarray(self.pipe.layout.kind_ZL, jnp.int32)[self.z, index]
         return Slot(index, kind, self.weights["slots"], self.bias_LE)
 
     def _context(self, unit: "_Unit", slot: Slot) -> Context:
@@ -506,11 +506,11 @@ def _bias_of_slots(pipe: Pipeline, router_bias: dict) -> Float[Array, "L E"]:
     stacks = list(router_bias)
     first = dict(zip(stacks, np.cumsum([0, *(router_bias[s].shape[0] for s in stacks[:-1])]), strict=True)) if stacks else {}
     none = sum(router_bias[s].shape[0] for s in stacks)
-    index_PS = np.full(lay.kind_PS.shape, none)
+    index_ZL = np.full(lay.kind_ZL.shape, none)
     for kind, stack in ((MOE, "moe"), (MTP, "mtp")):
         if stack in first:
-            index_PS = np.where(lay.kind_PS == kind, first[stack] + lay.layer_PS, index_PS)
-    return jnp.concatenate(rows)[jnp.asarray(index_PS)[lax.axis_index("pipeline")]]
+            index_ZL = np.where(lay.kind_ZL == kind, first[stack] + lay.layer_ZL, index_ZL)
+    return jnp.concatenate(rows)[jnp.asarray(index_ZL)[lax.axis_index("pipeline")]]
 
 
 def by_stack(pipe: Pipeline, x_LH: Array) -> dict[str, Array]:
@@ -519,9 +519,9 @@ def by_stack(pipe: Pipeline, x_LH: Array) -> dict[str, Array]:
     everything = lax.all_gather(x_LH, "pipeline").reshape(-1, *x_LH.shape[1:])
     out = {}
     for kind, stack in ((DENSE, "dense"), (MOE, "moe"), (MTP, "mtp")):
-        flat = np.flatnonzero(lay.kind_PS.reshape(-1) == kind)
+        flat = np.flatnonzero(lay.kind_ZL.reshape(-1) == kind)
         if flat.size:
-            out[stack] = everything[flat[np.argsort(lay.layer_PS.reshape(-1)[flat])]]
+            out[stack] = everything[flat[np.argsort(lay.layer_ZL.reshape(-1)[flat])]]
     return out
 
 

@@ -232,13 +232,13 @@ def update(
     opt_state: dict,
     gradients: dict,
     rate: Float[Array, ""],
-    max_logit_SH: Float[Array, "S H"],
+    max_logit_LH: Float[Array, "L H"],
     finite_loss: Bool[Array, ""],
 ) -> tuple[dict, dict, dict]:
     """One step of the optimizer on what this rank owns; returns weights, optimizer state and metrics.
 
     `gradients` is this rank's stage tree, float32, not yet summed over ranks; in it what every stage has, `norm_D` and
-    `mtp/norm_D`, is already summed over the stages. `max_logit_SH` are the step's largest logits in the stage's slots. The
+    `mtp/norm_D`, is already summed over the stages. `max_logit_LH` are the step's largest logits in the stage's slots. The
     metrics are `grad_norm`, `finite` and `update_rms` of the whole model, the same on all devices. If the gradient's norm or
     the loss is not finite, nothing changes, bit for bit, and `update_rms` is nan.
     """
@@ -251,7 +251,7 @@ def update(
     for section, f in {"muon": _update_muon, "experts": _update_experts, "adamw": _update_adamw}.items():
         if section in params:
             old = {name: moments[name][section] for name in plan.moments if section in moments[name]}
-            params[section], new, more = f(plan, step, params[section], old, owned[section], max_logit_SH)
+            params[section], new, more = f(plan, step, params[section], old, owned[section], max_logit_LH)
             squares += more
             for name, moment in new.items():
                 moments[name][section] = moment
@@ -261,12 +261,12 @@ def update(
     return params, moments | {"count": count}, metrics
 
 
-def _update_muon(plan: Plan, step: _Step, params: Array, moments: dict, gradients: Array, max_logit_SH: Array):
+def _update_muon(plan: Plan, step: _Step, params: Array, moments: dict, gradients: Array, max_logit_LH: Array):
     """One loop for each kind of unit over as many as this rank owns, in place."""
     stage, rank = lax.axis_index("pipeline"), lax.axis_index(RANKS)
     carry = *_device(plan, (params, moments)), jnp.zeros(())
     for kind in plan.kinds:
-        first_N, slot_N = (jnp.asarray(table)[stage, rank] for table in (kind.first_PRN, kind.slot_PRN))
+        first_N, slot_N = (jnp.asarray(table)[stage, rank] for table in (kind.first_ZRN, kind.slot_ZRN))
         rule = "muonclip" if kind.clipped else "muon"
 
         def body(i, carry, kind=kind, first_N=first_N, slot_N=slot_N, rule=rule):
@@ -277,13 +277,13 @@ def _update_muon(plan: Plan, step: _Step, params: Array, moments: dict, gradient
                 return lax.dynamic_update_slice_in_dim(rows, _close(kind, unit, plan.ranks), first_N[i], axis=1)
 
             params, moments, squares = carry
-            logits = {"slots": max_logit_SH[slot_N[i]][None]} if kind.clipped else {}
+            logits = {"slots": max_logit_LH[slot_N[i]][None]} if kind.clipped else {}
             old = {name: take(moment) for name, moment in moments.items()}
             unit, new, updates = step.apply(rule, take(params), old, take(gradients), logits)
             moments = {name: put(moments[name], x) for name, x in new.items()}
             return put(params, unit), moments, squares + _squares(updates)
 
-        count = jnp.where(step.finite, jnp.asarray(kind.count_PR)[stage, rank], 0)
+        count = jnp.where(step.finite, jnp.asarray(kind.count_ZR)[stage, rank], 0)
         carry = lax.fori_loop(0, count, body, carry)
     return *_home(plan, carry[:2]), carry[2]
 
@@ -304,11 +304,11 @@ def _close(kind: Kind, unit: dict, ranks: int) -> Float[Array, "R m"]:
     return jnp.concatenate(rows, axis=1)
 
 
-def _update_experts(plan: Plan, step: _Step, params: dict, moments: dict, gradients: dict, max_logit_SH: Array):
+def _update_experts(plan: Plan, step: _Step, params: dict, moments: dict, gradients: dict, max_logit_LH: Array):
     """One expert at a time, in place: beyond what it is given the loop needs room for a few matrices."""
-    del max_logit_SH
+    del max_logit_LH
     stage, replica = lax.axis_index("pipeline"), lax.axis_index("data")
-    index_N = jnp.asarray(plan.experts.index_PDN)[stage, replica]
+    index_N = jnp.asarray(plan.experts.index_ZRN)[stage, replica]
 
     def body(i, carry):
         def take(tree):
@@ -321,13 +321,13 @@ def _update_experts(plan: Plan, step: _Step, params: dict, moments: dict, gradie
         put = jax.tree.map(lambda x, one: lax.dynamic_update_slice_in_dim(x, one, index_N[i], 0), old, new)
         return *put, squares + _squares(updates)
 
-    count = jnp.where(step.finite, jnp.asarray(plan.experts.count_PD)[stage, replica], 0)
+    count = jnp.where(step.finite, jnp.asarray(plan.experts.count_ZR)[stage, replica], 0)
     return lax.fori_loop(0, count, body, (params, moments, jnp.zeros(())))
 
 
-def _update_adamw(plan: Plan, step: _Step, params: Array, moments: dict, gradients: Array, max_logit_SH: Array):
+def _update_adamw(plan: Plan, step: _Step, params: Array, moments: dict, gradients: Array, max_logit_LH: Array):
     """All at once, element by element."""
-    del max_logit_SH
+    del max_logit_LH
     old = _device(plan, ({"adamw": params}, {name: {"adamw": x} for name, x in moments.items()}))
     *new, updates = step.apply("adamw", *old, {"adamw": gradients}, {})
     params, moments = _home(plan, jax.tree.map(lambda a, b: jnp.where(step.finite, a, b), tuple(new), old))

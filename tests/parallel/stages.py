@@ -9,7 +9,7 @@ STACKS = {MOE: "moe", DENSE: "dense"}
 
 def layer_of(params, lay, stage, slot):
     """One layer's nested dict of arrays, or None at an identity slot."""
-    kind, index = lay.kind_PS[stage, slot], lay.layer_PS[stage, slot]
+    kind, index = lay.kind_ZL[stage, slot], lay.layer_ZL[stage, slot]
     if kind == IDENTITY:
         return None
     stack = params["mtp"]["block"] if kind == MTP else params[STACKS[kind]]
@@ -31,16 +31,16 @@ def cut(params, lay, expert):
         layers = []
         for s in range(lay.slots):
             layer = layer_of(params, lay, p, s)
-            kind = lay.kind_PS[p, s]
+            kind = lay.kind_ZL[p, s]
             if layer is None:
                 layer = pattern
             if kind == DENSE:
                 layer = layer | {"ffn": pattern["ffn"]}
             layers.append(layer)
         tree = {"slots": tree_map(lambda *w: np.stack(w), *layers), "norm_D": params["norm_D"]}
-        if lay.dense_PJ.shape[1]:
+        if lay.dense_ZJ.shape[1]:
             ffn = params["dense"]["ffn"]
-            held = [tree_map(lambda w, i=i: w[max(i, 0)] * (i >= 0), ffn) for i in lay.dense_PJ[p]]
+            held = [tree_map(lambda w, i=i: w[max(i, 0)] * (i >= 0), ffn) for i in lay.dense_ZJ[p]]
             tree["dense"] = tree_map(lambda *w: np.stack(w), *held)
         if "mtp" in params:
             tree["mtp"] = {k: w for k, w in params["mtp"].items() if k != "block"}
@@ -71,13 +71,13 @@ def join(stages, like, lay, expert):
             ffn[name] = np.concatenate([stages["slots"]["ffn"][name][p, e] for e in range(expert)], axis=1)
         slots = tree["slots"] | {"ffn": ffn}
         for s in range(lay.slots):
-            kind, index = lay.kind_PS[p, s], lay.layer_PS[p, s]
+            kind, index = lay.kind_ZL[p, s], lay.layer_ZL[p, s]
             if kind == IDENTITY:
                 continue
             target = out["mtp"]["block"] if kind == MTP else out[STACKS[kind]]
             layer = tree_map(lambda w, s=s: w[s], slots)
             if kind == DENSE:
-                j = list(lay.dense_PJ[p]).index(index)
+                j = list(lay.dense_ZJ[p]).index(index)
                 layer = layer | {"ffn": tree_map(lambda w, j=j: w[j], tree["dense"])}
             tree_map(lambda t, w, index=index: t.__setitem__(index, w), target, layer)
             if kind == MTP:

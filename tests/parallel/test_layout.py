@@ -16,7 +16,7 @@ def in_order(lay):
         for stage in range(lay.stages):
             for place in range(lay.layers):
                 slot = chunk * lay.layers + place
-                yield int(lay.kind_PS[stage, slot]), int(lay.layer_PS[stage, slot])
+                yield int(lay.kind_ZL[stage, slot]), int(lay.layer_ZL[stage, slot])
 
 
 @pytest.mark.parametrize("n_mtp", [0, 1])
@@ -32,16 +32,16 @@ def test_the_model_passes_through_its_layers_in_order(stages, chunks, n_mtp):
 
 def test_k2_and_deepseek_v3_on_sixteen_stages():
     lay = layout(replace(K2, n_mtp=1), MeshConfig(pipeline=16, chunks=4))
-    assert lay.slots == 4 and (lay.kind_PS == IDENTITY).sum() == 2
-    assert lay.kind_PS[15].tolist() == [MOE, MOE, MOE, MTP] and lay.dense_PJ.shape == (16, 1)
+    assert lay.slots == 4 and (lay.kind_ZL == IDENTITY).sum() == 2
+    assert lay.kind_ZL[15].tolist() == [MOE, MOE, MOE, MTP] and lay.dense_ZJ.shape == (16, 1)
     v3 = layout(deepseek_v3.config().model, MeshConfig(pipeline=16, chunks=4))
-    assert [np.flatnonzero(row == DENSE).tolist() for row in v3.kind_PS[:4]] == [[0], [0], [0], []]
-    assert v3.dense_PJ[:4, 0].tolist() == [0, 1, 2, -1]
+    assert [np.flatnonzero(row == DENSE).tolist() for row in v3.kind_ZL[:4]] == [[0], [0], [0], []]
+    assert v3.dense_ZJ[:4, 0].tolist() == [0, 1, 2, -1]
 
 
 def test_several_dense_layers_on_a_stage_are_told_apart():
     lay = layout(replace(K2, n_layers=8, n_dense=5), MeshConfig(pipeline=2, chunks=2))
     for stage in range(2):
-        held = [(int(j), int(s)) for j, s in zip(lay.dense_PJ[stage], lay.dense_slot_PJ[stage], strict=True) if j >= 0]
-        expected = [(int(lay.layer_PS[stage, s]), s) for s in range(4) if lay.kind_PS[stage, s] == DENSE]
+        held = [(int(j), int(s)) for j, s in zip(lay.dense_ZJ[stage], lay.dense_slot_ZJ[stage], strict=True) if j >= 0]
+        expected = [(int(lay.layer_ZL[stage, s]), s) for s in range(4) if lay.kind_ZL[stage, s] == DENSE]
         assert held == expected

@@ -91,5 +91,5 @@ def test_the_parts_of_the_pipeline_for_k2():
     config = replace(k2.config(), model=replace(k2.config().model, n_mtp=1))
     pipe = pipeline.pipeline(config, MeshConfig(pipeline=16, chunks=4, expert=16, data=1), 1024)
     assert pipe.shape.exchange.capacity == 2080  # 1.25 * 0.406 * 4096 rows
-    assert (pipe.layout.kind_PS == 0).sum() == 2  # 61 layers and MTP in 64 slots
+    assert (pipe.layout.kind_ZL == 0).sum() == 2  # 61 layers and MTP in 64 slots
     assert pipe.shape.keep * pipe.shape.block < 1.7 * 8 * 4096

@@ -72,12 +72,12 @@ def draw(config, plan, natural, step):
     shapes = {k: (len(tree["ffn_norm_D"]), config.model.attention.n_heads) for k, tree in stacks.items() if tree}
     logit_LH = {stack: rng.uniform(-1.0, 2.0, shape).astype(np.float32) for stack, shape in shapes.items()}
     total = tree_map(lambda *x: sum(x), *ranks.values())
-    return SimpleNamespace(gradients=gradients, total=total, logit_LH=logit_LH, logit_PSH=by_slot(plan, logit_LH))
+    return SimpleNamespace(gradients=gradients, total=total, logit_LH=logit_LH, logit_ZLH=by_slot(plan, logit_LH))
 
 
 def by_slot(plan, logit_LH):
     """The statistic of every stage's slots; what a slot without a layer has is never read."""
-    kind, layer = plan.layout.kind_PS, plan.layout.layer_PS
+    kind, layer = plan.layout.kind_ZL, plan.layout.layer_ZL
     out = np.full((*kind.shape, next(iter(logit_LH.values())).shape[-1]), 1e9, np.float32)
     for p, s in np.argwhere(kind != IDENTITY):
         out[p, s] = logit_LH[{DENSE: "dense", MTP: "mtp"}.get(kind[p, s], "moe")][layer[p, s]]
@@ -88,17 +88,17 @@ def compile_steps(config, plan, given):
     """(stages, gradients [K, ...], logits, rates, finite) -> stage trees of weights and moments, owned state, metrics."""
     mesh = meshes.make(config, jax.devices()[: meshes.count(config.mesh)])
 
-    def body(stages, gradients, logit_PSH, rates, finite):
+    def body(stages, gradients, logit_ZLH, rates, finite):
         owned = zero1.own(plan, zero1.local(stages), plan.sections["params"])
         zeros = {name: {k: jax.tree.map(jnp.zeros_like, owned[k]) for k in plan.sections[name]} for name in plan.moments}
 
         def step(state, given):
-            gradients, logit_SH, rate, finite = given
-            *state, metrics = zero1.update(plan, config, *state, gradients, rate, logit_SH, finite)
+            gradients, logit_LH, rate, finite = given
+            *state, metrics = zero1.update(plan, config, *state, gradients, rate, logit_LH, finite)
             return tuple(state), metrics
 
         gradients = jax.tree.map(lambda x: x.reshape(x.shape[0], *x.shape[4:]), gradients)
-        given = gradients, logit_PSH[:, 0], rates, finite
+        given = gradients, logit_ZLH[:, 0], rates, finite
         state, metrics = jax.lax.scan(step, (owned, zeros | {"count": jnp.int32(0)}), given)
         owned = {"params": state[0]} | state[1]
         trees = {name: zero1.working(plan, owned[name], "float32") for name in plan.sections}
@@ -135,7 +135,7 @@ def run(request, run_of):
     natural = jax.tree.map(np.asarray, transformer.init(config.model, 1)[0])
     given = [draw(config, plan, natural, step) for step in range(len(SIZES))]
     gradients = tree_map(lambda *x: np.stack(x), *(g.gradients for g in given))
-    inputs = stages_of(plan, natural), gradients, np.stack([g.logit_PSH for g in given]), np.float32([0.02, 0.01, 0.03])
+    inputs = stages_of(plan, natural), gradients, np.stack([g.logit_ZLH for g in given]), np.float32([0.02, 0.01, 0.03])
     finite = np.ones(len(SIZES), bool)
     program = compile_steps(config, plan, (*inputs, finite))
     trees, owned, count, metrics = jax.tree.map(np.asarray, program(*inputs, finite))
@@ -175,28 +175,28 @@ def test_three_steps_equal_the_plain_chain(run):
 
 
 def test_a_step_that_is_not_finite_leaves_all_bits(run):
-    stages, gradients, logit_PSH, rates = run.inputs
+    stages, gradients, logit_ZLH, rates = run.inputs
     gradients = tree_map(np.copy, gradients)
     gradients["slots"]["attention"]["o_HVD"][1, 0, -1, -1].flat[0] = np.nan  # one number on one rank
     finite = np.array([False, True, True])
-    trees, owned, count, metrics = jax.tree.map(np.asarray, run.program(stages, gradients, logit_PSH, rates, finite))
+    trees, owned, count, metrics = jax.tree.map(np.asarray, run.program(stages, gradients, logit_ZLH, rates, finite))
     np.testing.assert_array_equal(metrics["finite"], [False, False, True])
     assert np.isnan(metrics["update_rms"][:2]).all() and np.isfinite(metrics["update_rms"][2])
     assert count == 1
     # The third step is as if there were no others: it may come first, and what it made stays.
     order = np.array([2, 0, 1])
-    first = tree_map(lambda x: x[order], gradients), logit_PSH[order], rates[order], finite[order]
+    first = tree_map(lambda x: x[order], gradients), logit_ZLH[order], rates[order], finite[order]
     jax.tree.map(np.testing.assert_array_equal, (trees, owned), run.program(stages, *first)[:2])
-    nothing = run.program(stages, gradients, logit_PSH, rates, np.zeros(3, bool))
+    nothing = run.program(stages, gradients, logit_ZLH, rates, np.zeros(3, bool))
     for path, x in by_path(nothing[0]["params"]).items():
         np.testing.assert_array_equal(x, by_path(stages)[path], err_msg=str(path))
     assert not any(np.any(x) for name in run.plan.moments for x in jax.tree.leaves(nothing[1][name]))
 
 
 def test_a_hot_head_is_scaled_in_its_layer_and_nowhere_else(run):
-    stages, gradients, logit_PSH, rates = run.inputs
-    cold = np.zeros_like(logit_PSH)
-    hot, (p, s) = cold.copy(), np.argwhere(run.plan.layout.kind_PS != IDENTITY)[-1]
+    stages, gradients, logit_ZLH, rates = run.inputs
+    cold = np.zeros_like(logit_ZLH)
+    hot, (p, s) = cold.copy(), np.argwhere(run.plan.layout.kind_ZL != IDENTITY)[-1]
     hot[0, p, s, 1] = 4.0
     once = np.array([True, False, False])
     trees = [run.program(stages, gradients, logits, rates, once)[0]["params"] for logits in (cold, hot)]
@@ -254,8 +254,8 @@ def test_newton_schulz_of_k2_is_balanced_as_far_as_whole_matrices_allow(nodes, b
     plan = zero1.plan(config, MeshConfig(pipeline=16, expert=16, data=nodes // 32, chunks=4))
     assert plan.balance <= bound
     # No other owners would be better: one rank has an output matrix beside an equal share of the experts.
-    largest = max(unit.cost for unit in plan.units if unit.used_P.all())
-    assert plan.load_PR.max() <= 1.005 * (plan.experts.owned * plan.expert_cost + largest)
+    largest = max(unit.cost for unit in plan.units if unit.used_Z.all())
+    assert plan.load_ZR.max() <= 1.005 * (plan.experts.owned * plan.expert_cost + largest)
     text = ownership.render(plan)
     assert f"ratio {plan.balance:.3f}" in text and "o_HVD" in text
 
@@ -267,17 +267,17 @@ def test_state_on_the_host_is_updated_to_the_same_bits_and_stays_there(run_of):
         mesh, plan = meshes.make(config, jax.devices()[:4]), zero1.plan(config, config.mesh)
         if not results:
             owned = jax.tree.map(lambda x: np.asarray(rng.uniform(0, 1, x.shape), x.dtype), zero1.abstract_owned(plan))
-            logit_SH = rng.uniform(0, 2, (plan.layout.slots, 4)).astype(np.float32)
+            logit_LH = rng.uniform(0, 2, (plan.layout.slots, 4)).astype(np.float32)
 
-        def body(params, opt_state, logit_SH, plan=plan, config=config):
+        def body(params, opt_state, logit_LH, plan=plan, config=config):
             params, opt_state = zero1.local((params, opt_state))
             gradients = zero1.working(plan, params, "float32")  # any will do
-            given = plan, config, params, opt_state, gradients, jnp.float32(0.1), logit_SH, jnp.bool_(True)
+            given = plan, config, params, opt_state, gradients, jnp.float32(0.1), logit_LH, jnp.bool_(True)
             return zero1.whole(zero1.update(*given)[:2])
 
         specs = zero1.specs(plan)
         f = jax.shard_map(body, mesh=mesh, in_specs=(*specs, PartitionSpec()), out_specs=specs, check_vma=False)
-        new = jax.jit(f, donate_argnums=(0, 1))(*jax.device_put(owned, zero1.shardings(plan, mesh)), logit_SH)
+        new = jax.jit(f, donate_argnums=(0, 1))(*jax.device_put(owned, zero1.shardings(plan, mesh)), logit_LH)
         kinds = {x.sharding.memory_kind for x in jax.tree.leaves(new) if x.ndim}
         assert kinds == {"pinned_host" if offload else "device"}
         results[offload] = jax.tree.map(np.asarray, new)
