@@ -21,7 +21,7 @@ from experiments._record import machine, versions
 from k2jax.allocator import keep_freed_memory
 from k2jax.config import MeshConfig, RunConfig
 from k2jax.parallel import mesh as meshes
-from k2jax.parallel import pipeline, zero1
+from k2jax.parallel import pipeline, stage, zero1
 from k2jax.train import step as steps
 
 
@@ -49,7 +49,7 @@ def programs(bench: Bench) -> dict:
         "positions_BT": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
     }
     plain, owned = steps.init_state(config), steps.init_state(config, mesh)
-    plan, pipe = zero1.plan(config, sizes), pipeline.pipeline(config, sizes, bench.microbatches)
+    plan, pipe = zero1.plan(config, sizes), stage.pipeline(config, sizes, bench.microbatches)
 
     def pipelined(params, router_bias, batch):
         weights = zero1.working(plan, zero1.local(params), config.model.dtype)

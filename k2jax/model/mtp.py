@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from k2jax.config import ModelConfig
 from k2jax.model.block import Around, Block, keep, run_stack
@@ -35,7 +35,26 @@ class MTP(nnx.Module):
 
         Returns the normed state whose head predicts token i + 2, and what the layer observed (see `run_stack`).
         """
-        parts = rms_norm(hidden_BTD, self.hidden_norm_D[...], self.eps), rms_norm(next_BTD, self.embed_norm_D[...], self.eps)
-        x_BTD = project(jnp.concatenate(parts, -1), self.project_JD[...])
+        gains = self.hidden_norm_D[...], self.embed_norm_D[...]
+        x_BTD = join(hidden_BTD, next_BTD, *gains, self.project_JD[...], self.eps)
         x_BTD, seen = run_stack(self.block, x_BTD, bias_LE, context, around)
         return rms_norm(x_BTD, self.norm_D[...], self.eps), seen
+
+
+def join(
+    hidden_BTD: Float[Array, "B T D"],
+    next_BTD: Float[Array, "B T D"],
+    hidden_norm_D: Float[Array, " D"],
+    embed_norm_D: Float[Array, " D"],
+    project_JD: Float[Array, "J D"],
+    eps: float,
+) -> Float[Array, "B T D"]:
+    """What goes into the layer: the state and the next token's embedding, each normed, projected together."""
+    parts = rms_norm(hidden_BTD, hidden_norm_D, eps), rms_norm(next_BTD, embed_norm_D, eps)
+    return project(jnp.concatenate(parts, -1), project_JD)
+
+
+def inside(segments_BS: Int[Array, "B S"]) -> Int[Array, "B T"]:
+    """The documents as MTP sees them: where the next token is another document's, a position is padding."""
+    here_BT, next_BT = segments_BS[:, :-1], segments_BS[:, 1:]
+    return jnp.where(here_BT == next_BT, here_BT, 0)

@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 from k2jax.config import ModelConfig
 from k2jax.model.block import Around, Block, keep, run_stack
 from k2jax.model.mla import Context
-from k2jax.model.mtp import MTP
+from k2jax.model.mtp import MTP, inside
 from k2jax.model.norm import rms_norm
 from k2jax.model.rope import look_up
-from k2jax.model.weights import draw, fill, stack, weight
+from k2jax.model.weights import draw, fill, stack, weight, working_dtype
 
 
 class Aux(NamedTuple):
@@ -74,10 +74,8 @@ class Transformer(nnx.Module):
             x_BTD, seen["moe"] = run_stack(self.moe, x_BTD, router_bias["moe"], context, around)
         mtp_BTD = None
         if config.n_mtp:
-            # At a document's end the next token is another document's: to MTP such a position is padding.
-            same_BT = segments_BT[:, :-1] == segments_BT[:, 1:]
-            inside = context._replace(segments_BT=jnp.where(same_BT, context.segments_BT, 0))
-            mtp_BTD, seen["mtp"] = self.mtp(x_BTD, embedded_BTD[:, 1:], router_bias["mtp"], inside, around)
+            context = context._replace(segments_BT=inside(segments_BT))
+            mtp_BTD, seen["mtp"] = self.mtp(x_BTD, embedded_BTD[:, 1:], router_bias["mtp"], context, around)
         aux = Aux(
             max_logit_LH={name: s["max_logit_LH"] for name, s in seen.items()},
             load_LE={name: s["load_LE"] for name, s in seen.items() if "load_LE" in s},
@@ -124,7 +122,7 @@ def apply(
     """
 
     def cast(path, w):
-        return w if "norm" in path[-1].key or path[-1].key == "router_DE" else w.astype(config.dtype)
+        return w.astype(working_dtype(path[-1].key, config.dtype))
 
     graphdef, state = _structure(config)
     model = fill(graphdef, state, jax.tree.map_with_path(cast, params))

@@ -27,6 +27,11 @@ def stack(layer: Callable[[], Module], n: int) -> Module:
     return nnx.merge(graphdef, jax.tree.map(lambda w: jnp.zeros((n, *w.shape)), state))
 
 
+def working_dtype(name: str, dtype: str) -> str:
+    """The dtype in which a step uses a weight: the model's for matrices, float32 for norm gains and the router."""
+    return "float32" if "norm" in name or name == "router_DE" else dtype
+
+
 def draw(shapes: dict, std: float, seed: int) -> dict:
     """Draws a nested dict of weights like `shapes`: norm gains are 1, all else is normal with this standard deviation.
 

@@ -11,6 +11,7 @@ import numpy as np
 from k2jax.config import MeshConfig, ModelConfig
 
 IDENTITY, MOE, DENSE, MTP = range(4)  # what a slot holds
+STACKS = {"dense": DENSE, "moe": MOE, "mtp": MTP}  # a model's stacks of layers, and the slots that hold them
 
 
 class Layout(NamedTuple):
@@ -29,10 +30,21 @@ class Layout(NamedTuple):
         """Slots a stage."""
         return self.chunks * self.layers
 
+    def places(self, kind: int) -> tuple[np.ndarray, np.ndarray]:
+        """Stage and slot of every layer of a kind, by its index in the stack."""
+        return in_order(self.layer_ZL, self.kind_ZL == kind)
+
     def position(self, stage: int, slot: int) -> int:
         """Place in the model, counted in slots."""
         chunk, place = divmod(slot, self.layers)
         return (chunk * self.stages + stage) * self.layers + place
+
+
+def in_order(index_ZL: np.ndarray, chosen_ZL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Stage and entry of those chosen, sorted by their index."""
+    stage, entry = np.nonzero(chosen_ZL)
+    order = np.argsort(index_ZL[stage, entry])
+    return stage[order], entry[order]
 
 
 def layout(model: ModelConfig, mesh: MeshConfig) -> Layout:

@@ -10,17 +10,20 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from k2jax.axes import axes_of
 from k2jax.config import MeshConfig, ModelConfig, RunConfig
 from k2jax.model import transformer
+from k2jax.model.weights import working_dtype
 from k2jax.optim.muon import by_path
 from k2jax.optim.muonclip import rules
 from k2jax.parallel.layout import layout
 
 AXES = ("pipeline", "expert", "data")
+RANKS = ("expert", "data")  # of a stage: they hold the same weights, experts apart; in the order in which they are counted
 BATCH = PartitionSpec(("data", "expert"))  # rows of a batch; every stage has them all
 
 # Axis letter of a weight -> mesh axis. L is the stack axis, layers or slots, that names leave out; other letters stay whole.
@@ -202,9 +205,9 @@ def _leaves(config: RunConfig, mesh: MeshConfig, model: ModelConfig) -> list[Row
         # Experts are owned by the replicas of their expert rank, all else by all ranks of a stage.
         kept = here // model.n_dense * most if path[:2] == ("dense", "ffn") else share
         owned = kept / (mesh.data if "expert" in split else mesh.expert * mesh.data)
-        wide = "norm" in path[-1] or path[-1] in WHOLE or model.dtype == "float32"
+        working = jnp.dtype(working_dtype(path[-1], model.dtype)).itemsize
         moments = 1 if rule[path] == "muon" else 2
-        sizes = round(share * (4 if wide else 2)), round(share * 4), round(owned * 4 * (1 + moments))
+        sizes = round(share * working), round(share * 4), round(owned * 4 * (1 + moments))
         return Row("/".join(path), shape, split, *sizes)
 
     return [row(path, leaf.shape) for path, leaf in by_path(params).items()]

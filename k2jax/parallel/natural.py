@@ -20,7 +20,7 @@ from jaxtyping import Array
 from k2jax.axes import axes_of
 from k2jax.optim.muon import Path, by_path, nested
 from k2jax.parallel import zero1
-from k2jax.parallel.layout import DENSE, MOE, MTP, Layout
+from k2jax.parallel.layout import STACKS, Layout, in_order
 from k2jax.parallel.mesh import AXES
 from k2jax.parallel.ownership import REPLICATED, Plan
 
@@ -166,20 +166,11 @@ def _field(path: tuple) -> tuple[str, Path]:
 def _home(places: Layout, path: Path) -> _Home:
     last = places.stages - 1
     if path[0] == "dense" and path[1] == "ffn":
-        return _Home(("dense", path[2]), True, *_sorted(places.dense_ZJ, places.dense_ZJ >= 0))
-    if path[0] in ("dense", "moe"):
-        kind = DENSE if path[0] == "dense" else MOE
-        return _Home(("slots", *path[1:]), True, *_sorted(places.layer_ZL, places.kind_ZL == kind))
-    if path[:2] == ("mtp", "block"):
-        return _Home(("slots", *path[2:]), True, *_sorted(places.layer_ZL, places.kind_ZL == MTP))
+        return _Home(("dense", path[2]), True, *in_order(places.dense_ZJ, places.dense_ZJ >= 0))
+    if path[0] in ("dense", "moe") or path[:2] == ("mtp", "block"):
+        stack = path[2 if path[0] == "mtp" else 1 :]
+        return _Home(("slots", *stack), True, *places.places(STACKS[path[0]]))
     return _Home(path, False, np.array([last if path[0] == "mtp" else 0]), np.array([0]))
-
-
-def _sorted(index_ZL: np.ndarray, chosen_ZL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Stage and entry of the chosen, by their index."""
-    stage, entry = np.nonzero(chosen_ZL)
-    order = np.argsort(index_ZL[stage, entry])
-    return stage[order], entry[order]
 
 
 def _traded(plan: Plan, path: Path, shape: tuple[int, ...]) -> int | None:

@@ -22,14 +22,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from k2jax.config import RunConfig
+from k2jax.model.weights import working_dtype
 from k2jax.optim.muon import Path, by_path, nested
 from k2jax.optim.muonclip import muonclip
-from k2jax.parallel.mesh import AXES
+from k2jax.parallel.mesh import AXES, RANKS
 from k2jax.parallel.ownership import REPLICATED, Kind, Leaf, Plan, tree_of
 from k2jax.parallel.ownership import plan as plan  # the first thing a user of this module needs
-
-RANKS = ("expert", "data")  # the ranks of a stage, in the order in which the plan counts them
-
 
 # --- the owned state as global arrays
 
@@ -95,11 +93,11 @@ def whole(tree):
 def working(plan: Plan, owned: dict, dtype: str) -> dict:
     """The stage tree, or as much of it as `owned` has sections and leaves of experts of, gathered from the owners.
 
-    Matrices are cast to `dtype` before they travel; norm gains and the router stay float32, as in `k2jax.model.transformer`.
+    Weights are cast to their `working_dtype` before they travel.
     """
     parts = _from_owners(plan, _device(plan, owned["muon"])) if "muon" in owned else {}
     parts |= _split(plan.adamw, _device(plan, owned["adamw"])) if "adamw" in owned else {}
-    dtypes = {path: "float32" if "norm" in path[-1] or path[-1] == "router_DE" else dtype for path in parts}
+    dtypes = {path: working_dtype(path[-1], dtype) for path in parts}
     found = {}
     for kind in dict.fromkeys(dtypes.values()):  # one all_gather for each
         leaves = [leaf for leaf in (*plan.muon, *plan.adamw) if dtypes.get(leaf.path) == kind]

@@ -17,11 +17,9 @@ from k2jax.model.block import Around, keep
 from k2jax.model.moe import update_bias
 from k2jax.optim.muonclip import muonclip
 from k2jax.optim.schedules import learning_rate
-from k2jax.parallel import natural, pipeline, zero1
-from k2jax.parallel.mesh import microbatches
+from k2jax.parallel import natural, pipeline, stage, zero1
+from k2jax.parallel.mesh import BATCH, RANKS, microbatches
 from k2jax.train.loss import Batch, Counts, Parts, combine, count_targets, cross_entropy, loss, target_masks
-
-ROWS = ("data", "expert")  # mesh axes that split the rows of a batch
 
 
 class TrainState(NamedTuple):
@@ -197,8 +195,8 @@ def _updated_on_mesh(config: RunConfig, mesh: Mesh) -> Callable[..., _Updated]:
         weights = zero1.working(plan, params, config.model.dtype)
         rows, _ = rows_of(config, pipe, batch, divide=True)
         grads, seen = pipeline.gradients(pipe, weights, router_bias, rows)
-        max_logit_LH = pipeline.by_stack(pipe, seen.max_logit_LH)
-        load_LE = {stack: load for stack, load in pipeline.by_stack(pipe, seen.load_LE).items() if stack != "dense"}
+        max_logit_LH = stage.by_stack(pipe, seen.max_logit_LH)
+        load_LE = {stack: load for stack, load in stage.by_stack(pipe, seen.load_LE).items() if stack != "dense"}
         parts = Parts(seen.next_token, seen.mtp, seen.balance, max_logit_LH, load_LE)
         total = parts.next_token + config.model.mtp_weight * parts.mtp + parts.balance
         params, opt_state, told = zero1.update(
@@ -212,7 +210,7 @@ def _updated_on_mesh(config: RunConfig, mesh: Mesh) -> Callable[..., _Updated]:
     return jax.shard_map(
         updated,
         mesh=mesh,
-        in_specs=(*owned, everywhere, PartitionSpec(ROWS), everywhere),
+        in_specs=(*owned, everywhere, BATCH, everywhere),
         out_specs=_Updated(*owned, *(everywhere,) * 6),
         check_vma=False,
     )
@@ -222,20 +220,20 @@ def _sizes(config: RunConfig, mesh: Mesh) -> MeshConfig:
     return replace(config.mesh, **mesh.shape)
 
 
-def _pipeline(config: RunConfig, sizes: MeshConfig) -> pipeline.Pipeline:
-    return pipeline.pipeline(config, sizes, microbatches(config, sizes))
+def _pipeline(config: RunConfig, sizes: MeshConfig) -> stage.Pipeline:
+    return stage.pipeline(config, sizes, microbatches(config, sizes))
 
 
-def rows_of(config: RunConfig, pipe: pipeline.Pipeline, batch: Batch, *, divide: bool) -> tuple[pipeline.Batch, Counts]:
+def rows_of(config: RunConfig, pipe: stage.Pipeline, batch: Batch, *, divide: bool) -> tuple[stage.Batch, Counts]:
     """A rank's rows by microbatch with the weights of their targets, 1 or, to `divide`, one over the targets of the batch."""
     next_BT, mtp_BT = target_masks(batch["segments_BT"])
-    counts = Counts(*(lax.psum(mask.sum(dtype=jnp.int32), pipeline.RANKS) for mask in (next_BT, mtp_BT)))
+    counts = Counts(*(lax.psum(mask.sum(dtype=jnp.int32), RANKS) for mask in (next_BT, mtp_BT)))
     weights = [
         mask.astype(jnp.float32) / (jnp.maximum(count, 1) if divide else 1)
         for mask, count in zip((next_BT, mtp_BT), counts, strict=True)
     ]
     arrays = (batch["tokens_BT"], batch["segments_BT"], batch["positions_BT"], *weights)
-    return pipeline.Batch(*(a.reshape(pipe.microbatches, -1, a.shape[-1]) for a in arrays)), counts
+    return stage.Batch(*(a.reshape(pipe.microbatches, -1, a.shape[-1]) for a in arrays)), counts
 
 
 def gradients(
@@ -289,5 +287,5 @@ def _evaluate_on_mesh(config: RunConfig, mesh: Mesh) -> Callable[[dict, dict, Ba
         return pipeline.evaluate(pipe, weights, router_bias, rows), counts.next_token
 
     everywhere = PartitionSpec()
-    in_specs = (zero1.specs(plan)[0], everywhere, PartitionSpec(ROWS))
+    in_specs = (zero1.specs(plan)[0], everywhere, BATCH)
     return jax.shard_map(evaluate, mesh=mesh, in_specs=in_specs, out_specs=(everywhere, everywhere), check_vma=False)

@@ -10,8 +10,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from k2jax.config import MeshConfig
 from k2jax.model import transformer
-from k2jax.parallel import pipeline
+from k2jax.parallel import pipeline, stage
 from k2jax.parallel.layer import EXPERTS
+from k2jax.parallel.mesh import RANKS
 from k2jax.train.loss import target_masks
 from k2jax.train.step import gradients
 from tests.parallel.stages import cut, join
@@ -27,24 +28,24 @@ CASES = {
 def on_mesh(config, params, bias, batch):
     """Natural gradients, parts and the evaluation's loss of the pipelined program."""
     sizes, M = config.mesh, config.microbatches
-    pipe = pipeline.pipeline(config, sizes, M)
+    pipe = stage.pipeline(config, sizes, M)
     shape = (sizes.pipeline, sizes.expert, sizes.data)
     mesh = jax.make_mesh(shape, ("pipeline", "expert", "data"), axis_types=(AxisType.Auto,) * 3)
 
     def body(stages, bias, batch):
         masks = target_masks(batch["segments_BT"])
-        weights = [m / jnp.maximum(jax.lax.psum(m.sum(), pipeline.RANKS), 1) for m in masks]
+        weights = [m / jnp.maximum(jax.lax.psum(m.sum(), RANKS), 1) for m in masks]
         arrays = *(batch[name] for name in ("tokens_BT", "segments_BT", "positions_BT")), *weights
-        rows = pipeline.Batch(*(a.reshape(M, -1, a.shape[-1]) for a in arrays))
+        rows = stage.Batch(*(a.reshape(M, -1, a.shape[-1]) for a in arrays))
         weights = jax.tree.map(lambda w: w[0, 0], stages)
         grads, parts = pipeline.gradients(pipe, weights, bias, rows)
 
         def reduce(path, g):
-            return jax.lax.psum(g, "data" if path[-1].key in EXPERTS else pipeline.RANKS)[None, None]
+            return jax.lax.psum(g, "data" if path[-1].key in EXPERTS else RANKS)[None, None]
 
         grads = jax.tree.map_with_path(reduce, grads)
         seen = {"max_logit_LH": parts.max_logit_LH, "load_LE": parts.load_LE}
-        seen = {name: pipeline.by_stack(pipe, x) for name, x in seen.items()}
+        seen = {name: stage.by_stack(pipe, x) for name, x in seen.items()}
         return grads, parts._replace(**seen), pipeline.evaluate(pipe, weights, bias, rows)
 
     split, everywhere = PartitionSpec("pipeline", "expert"), PartitionSpec()
@@ -89,7 +90,7 @@ def test_the_parts_of_the_pipeline_for_k2():
     from configs import k2
 
     config = replace(k2.config(), model=replace(k2.config().model, n_mtp=1))
-    pipe = pipeline.pipeline(config, MeshConfig(pipeline=16, chunks=4, expert=16, data=1), 1024)
+    pipe = stage.pipeline(config, MeshConfig(pipeline=16, chunks=4, expert=16, data=1), 1024)
     assert pipe.shape.exchange.capacity == 2080  # 1.25 * 0.406 * 4096 rows
     assert (pipe.layout.kind_ZL == 0).sum() == 2  # 61 layers and MTP in 64 slots
     assert pipe.shape.keep * pipe.shape.block < 1.7 * 8 * 4096
