@@ -12,6 +12,7 @@ import numpy as np
 from configs import k2
 from experiments._simulator import Costs
 from k2jax.config import ModelConfig
+from k2jax.parallel.expert import share
 from k2jax.scaling import flops
 
 PER_NODE = 8  # devices that NVLink connects
@@ -63,15 +64,9 @@ def layer(machine: Machine, expert: int, recompute: bool) -> Costs:
     )
 
 
-def devices_reached(model: ModelConfig, expert: int) -> float:
-    """Devices that a token's chosen experts lie on, mean over choices that are equally likely."""
-    n, k = model.moe.n_experts, model.moe.n_active
-    return expert * (1 - math.comb(n - n // expert, k) / math.comb(n, k))
-
-
 def exchange(model: ModelConfig, tokens: int, machine: Machine, expert: int) -> float:
     """Milliseconds of one exchange: a bf16 row for each token and device, nodes and NVLink at the same time."""
-    row = tokens * devices_reached(model, expert) / expert * model.d_model * 2  # bytes to each device
+    row = tokens * share(model.moe, expert) * model.d_model * 2  # bytes to each device
     near = min(expert, PER_NODE)
     return max((expert - near) * row / machine.network, (near - 1) * row / machine.nvlink) / 1e6
 
@@ -84,7 +79,7 @@ def kept_bytes(model: ModelConfig, expert: int) -> float:
     """
     a, moe, fp8 = model.attention, model.moe, 1 + 4 / 128
     bf16 = 2 * model.d_model + a.q_rank + a.kv_rank + a.d_rope + a.n_heads * a.d_value
-    rows = devices_reached(model, expert) * model.d_model + 2 * (moe.n_active + moe.n_shared) * moe.d_expert
+    rows = expert * share(model.moe, expert) * model.d_model + 2 * (moe.n_active + moe.n_shared) * moe.d_expert
     return 2 * bf16 + fp8 * rows
 
 
@@ -113,7 +108,7 @@ def expert_sizes(machine: Machine, stages: int, recompute: bool) -> list[Choice]
     for expert in (4, 8, 16, 32, 64):
         costs = layer(machine, expert, recompute)
         local = model.moe.n_experts // expert
-        reached = devices_reached(model, expert)
+        reached = expert * share(model.moe, expert)
         gb = states_gb(stages, expert)
         found.append(Choice(expert, local, reached, costs.exchange, costs.cover, _uneven(model.moe.n_experts, expert), gb))
     return found

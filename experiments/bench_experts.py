@@ -7,7 +7,6 @@ Prints the median and the quartiles of each, the ratio to the smallest, and the 
 
 import json
 import statistics
-import time
 from dataclasses import dataclass
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 
+from experiments._timing import interleaved
 from k2jax.allocator import keep_freed_memory
 from k2jax.config import ModelConfig, MoEConfig, OptimConfig
 from k2jax.model.moe import MoE
@@ -63,18 +63,12 @@ def main(bench: Bench) -> dict:
     """Runs the rounds and returns milliseconds by number of experts."""
     keep_freed_memory()
     built = {n: programs(bench, n) for n in bench.experts}
-    times: dict = {n: ([], []) for n in bench.experts}
-    for n, (layer, update, _) in built.items():
-        jax.block_until_ready((layer(), update(), n))
-    for _ in range(bench.rounds):
-        for n, (*parts, _) in built.items():
-            for kept, part in zip(times[n], parts, strict=True):
-                start = time.perf_counter()
-                jax.block_until_ready(part())
-                kept.append(1e3 * (time.perf_counter() - start))
-    first = statistics.median(times[bench.experts[0]][0])
+    parts = {(n, name): part for n, (*both, _) in built.items() for name, part in zip(("layer", "update"), both, strict=True)}
+    times = interleaved(parts, bench.rounds)
+    first = statistics.median(times[bench.experts[0], "layer"])
     rows = {}
-    for n, (layer, update) in times.items():
+    for n in bench.experts:
+        layer, update = times[n, "layer"], times[n, "update"]
         low, median, high = statistics.quantiles(layer, n=4)
         optimizer = statistics.median(update)
         rows[n] = {

@@ -8,7 +8,6 @@ work. Also the whole step, optimizer included, of the plain loop and of the mesh
 
 import json
 import statistics
-import time
 from dataclasses import dataclass, replace
 
 import jax
@@ -18,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from configs import ladder
 from experiments._record import machine, versions
+from experiments._timing import interleaved
 from k2jax.allocator import keep_freed_memory
 from k2jax.config import MeshConfig, RunConfig
 from k2jax.parallel import mesh as meshes
@@ -82,15 +82,7 @@ def _config(bench: Bench) -> RunConfig:
 def main(bench: Bench) -> dict:
     """Runs the rounds; returns milliseconds and ratios."""
     keep_freed_memory()
-    run = programs(bench)
-    for f in run.values():
-        jax.block_until_ready(f())
-    times: dict[str, list[float]] = {name: [] for name in run}
-    for _ in range(bench.rounds):
-        for name, f in run.items():
-            start = time.perf_counter()
-            jax.block_until_ready(f())
-            times[name].append(1e3 * (time.perf_counter() - start))
+    times = interleaved(programs(bench), bench.rounds)
     quartiles = {name: statistics.quantiles(t, n=4) for name, t in times.items()}
     median = {name: q[1] for name, q in quartiles.items()}
     return {

@@ -8,6 +8,7 @@ updates, state = tx.update(grads, state, params, learning_rate=rate, max_logit_L
 params = optax.apply_updates(params, updates)
 """
 
+from collections.abc import Container, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -106,8 +107,12 @@ def render(rows: list[Row]) -> str:
         shape = (str(r.matrices), f"{r.n} x {r.m}", f"{r.scale:.2f}", r.form, f"{r.flops / 1e6:,.1f}")
         lines.append((r.path, r.rule, *(shape if r.rule == "muon" else ("",) * 5)))
     lines.append(("total", "", str(sum(r.matrices for r in rows)), "", "", "", f"{sum(r.flops for r in rows) / 1e6:,.1f}"))
+    return aligned(lines, left={0, 1, 5})
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Container[int]) -> str:
+    """Returns lines of cells as text in columns as wide as their widest cell; those whose number is in `left` begin alike."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = {0, 1, 5}
     return "\n".join(
         "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
         for line in lines

@@ -35,22 +35,23 @@ class Rows(NamedTuple):
     rounds: jax.Array  # rounds that some sender of the group needs
 
 
-def capacity(moe: MoEConfig, ranks: int, tokens: int, buffer: float) -> int:
-    """Rows a device sends to another in a round: `buffer` times the share of tokens that balanced routing sends there.
+def share(moe: MoEConfig, ranks: int) -> float:
+    """The share of tokens that visit a rank under balanced routing, all choices equally likely: not all experts lie elsewhere.
 
-    A token visits a rank unless all its experts lie elsewhere: 0.406 of K2's tokens for 24 of 384 experts.
+    0.406 for K2 with 24 of 384 experts on a rank, so a token visits 6.5 of 16 ranks.
     """
-    if ranks == 1:
-        return tokens
     elsewhere = moe.n_experts - moe.n_experts // ranks
-    share = 1 - math.comb(elsewhere, moe.n_active) / math.comb(moe.n_experts, moe.n_active)
-    return max(1, min(tokens, math.ceil(buffer * tokens * share)))
+    return 1 - math.comb(elsewhere, moe.n_active) / math.comb(moe.n_experts, moe.n_active)
+
+
+def capacity(moe: MoEConfig, ranks: int, tokens: int, buffer: float) -> int:
+    """Rows a device sends to another in a round: `buffer` times what balanced routing sends there."""
+    return tokens if ranks == 1 else max(1, min(tokens, math.ceil(buffer * tokens * share(moe, ranks))))
 
 
 def bytes_per_token(moe: MoEConfig, ranks: int, d_model: int, element: int) -> float:
-    """Bytes that a token's journey to its experts and back moves between devices in a forward pass, under balanced routing."""
-    share = capacity(moe, ranks, 2**20, 1.0) / 2**20
-    return (ranks - 1) * share * 2 * d_model * element
+    """Bytes that a token moves between devices on its way to a layer's experts and back, forward, under balanced routing."""
+    return (ranks - 1) * share(moe, ranks) * 2 * d_model * element
 
 
 def queue_up(expert_XK: Int[Array, "X K"], goes_X: Bool[Array, " X"], ranks: int, n_experts: int, capacity: int) -> Queues:

@@ -19,7 +19,7 @@ from k2jax.config import MeshConfig, ModelConfig, RunConfig
 from k2jax.model import transformer
 from k2jax.model.weights import working_dtype
 from k2jax.optim.muon import by_path
-from k2jax.optim.muonclip import rules
+from k2jax.optim.muonclip import aligned, rules
 from k2jax.parallel.layout import layout
 
 AXES = ("pipeline", "expert", "data")
@@ -226,16 +226,11 @@ def render(mesh: MeshConfig, rows: list[Row]) -> str:
         lines.append((r.path, " x ".join(map(str, r.shape)), ", ".join(r.split), *map(_mb, r[3:])))
     total = _sum(rows)
     lines.append(("total", "", "", *map(_mb, total)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in lines
-    ]
     replicas = f"an expert lies on {mesh.data} of them, all else of a stage on {mesh.expert * mesh.data}"
     return "\n".join(
         [
             f"{_shape(mesh)}, {count(mesh)} devices; {replicas}; MB a device",
-            *text,
+            aligned(lines, left=range(3)),
             f"weights and gradients {(total[0] + total[1]) / 1e9:.2f} GB, master and state {total[2] / 1e9:.2f} GB "
             f"{'on the host' if mesh.offload else 'more'}",
         ]

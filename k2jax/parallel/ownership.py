@@ -25,7 +25,7 @@ from k2jax.config import MeshConfig, ModelConfig, OptimConfig, RunConfig
 from k2jax.kernels import newton_schulz
 from k2jax.model import transformer
 from k2jax.optim.muon import FUSED, Path, blocks_of, by_path, nested
-from k2jax.optim.muonclip import muonclip, rule_of
+from k2jax.optim.muonclip import aligned, muonclip, rule_of
 from k2jax.optim.qk_clip import clip_powers
 from k2jax.parallel.layout import IDENTITY, MOE, MTP, Layout, layout
 
@@ -315,17 +315,12 @@ def render(plan: Plan) -> str:
     experts = plan.experts
     names = [path[-1] for path in experts.shapes]
     lines.append(_line(names, experts.shapes.values(), experts.pairs * plan.sizes.expert, experts.owned, plan.expert_cost))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
-    ]
     busiest, share = plan.load_ZR.max() / 1e12, plan.load_ZR.mean(1).max() / 1e12
     held = rank_bytes(plan)
     return "\n".join(
         [
             f"owners of matrices among the {plan.ranks} ranks of a stage",
-            *aligned,
+            aligned(lines, left=range(2)),
             f"Newton-Schulz a step: busiest rank {busiest:,.2f} TFLOP, equal share {share:,.2f}, ratio {plan.balance:.3f}",
             f"float32 weights and moments a rank: {', '.join(f'{name} {n / 1e9:.2f} GB' for name, n in held.items())}",
         ]

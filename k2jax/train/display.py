@@ -2,12 +2,14 @@
 
 import math
 
+import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from k2jax.config import MeshConfig, RunConfig
 from k2jax.parallel import mesh
+from k2jax.parallel.expert import bytes_per_token
 from k2jax.parallel.layout import layout
 from k2jax.parallel.schedule import ticks
 from k2jax.scaling.flops import count_params, training_flops
@@ -71,17 +73,19 @@ class Display:
 def _division(config: RunConfig, sizes: MeshConfig) -> str:
     """How the work of a step is divided, in a line."""
     P, v, M = sizes.pipeline, sizes.chunks, mesh.microbatches(config, sizes)
-    text = f"on {mesh.count(sizes):,} devices, pipeline {P} x expert {sizes.expert} x data {sizes.data}: {M:,} microbatches"
-    if P * v == 1:
-        return text
-    places = layout(config.model, sizes)
-    slots = P * places.slots
-    empty = slots - config.model.n_layers - config.model.n_mtp
-    # Of the M v + P - 1 times in which a stage has a forward and a backward unit to run, it has none in P - 1.
-    return (
-        f"{text}, {v} chunks a stage, {ticks(P, v, M):,} ticks, bubble {(P - 1) / (M * v + P - 1):.1%}, "
-        f"{empty} of {slots} slots without a layer"
-    )
+    parts = [f"on {mesh.count(sizes):,} devices, pipeline {P} x expert {sizes.expert} x data {sizes.data}: {M:,} microbatches"]
+    if P * v > 1:
+        places = layout(config.model, sizes)
+        slots = P * places.slots
+        empty = slots - config.model.n_layers - config.model.n_mtp
+        # Of the M v + P - 1 times in which a stage has a forward and a backward unit to run, it has none in P - 1.
+        parts += [f"{v} chunks a stage", f"{ticks(P, v, M):,} ticks", f"bubble {(P - 1) / (M * v + P - 1):.1%}"]
+        parts += [f"{empty} of {slots} slots without a layer"]
+    if sizes.expert > 1:
+        model = config.model
+        moved = bytes_per_token(model.moe, sizes.expert, model.d_model, jnp.dtype(model.dtype).itemsize)
+        parts += [f"a token's way to the experts of a layer and back {moved / 1e3:,.2f} kB"]
+    return ", ".join(parts)
 
 
 def _lines(config: RunConfig, result: Result) -> list[tuple[str, str]]:

@@ -168,14 +168,6 @@ def test_costs_of_a_k2_layer():
     assert math.isclose(_costs.states_gb(16, 16), 28.18, rel_tol=1e-3)  # facts 5
 
 
-def test_devices_reached_by_drawing():
-    model = _costs.k2.config().model
-    chosen = np.argsort(np.random.default_rng(0).random((4000, 384)), 1)[:, :8]
-    for expert in (8, 16, 64):
-        drawn = np.mean([len(set(row)) for row in chosen // (384 // expert)])
-        assert drawn == pytest.approx(_costs.devices_reached(model, expert), rel=0.01)
-
-
 def test_a_larger_expert_axis_exchanges_longer_and_is_less_even():
     study = _costs.expert_sizes(Machine(), 16, recompute=False)
     for name in ("exchange", "uneven", "reached"):

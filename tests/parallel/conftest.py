@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from k2jax.config import AttentionConfig, DataConfig, MeshConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, ScheduleConfig
@@ -30,26 +29,5 @@ def run_of():
             data=DataConfig(tokenizer="tokens"),  # none is read here
             mesh=mesh,
         )
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def packed():
-    """Random packed rows, every second one padded: `packed(seed, rows, width)`."""
-
-    def make(seed, rows, width, n_words=64):
-        rng = np.random.default_rng(seed)
-        tokens = rng.integers(0, n_words, (rows, width)).astype(np.int32)
-        segments, positions = np.zeros_like(tokens), np.zeros_like(tokens)
-        for b in range(rows):
-            start, document = 0, 1
-            end = width - int(rng.integers(0, width // 2)) * (b % 2)
-            while start < end:
-                length = min(int(rng.integers(1, width // 2)), end - start)
-                segments[b, start : start + length] = document
-                positions[b, start : start + length] = np.arange(length)
-                start, document = start + length, document + 1
-        return {"tokens_BT": tokens, "segments_BT": segments, "positions_BT": positions}
 
     return make

@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from k2jax.config import MoEConfig
-from k2jax.parallel.expert import Exchange, bytes_per_token, capacity, queue_up
+from k2jax.parallel.expert import Exchange, bytes_per_token, capacity, queue_up, share
 
 K2 = MoEConfig()
 
@@ -14,9 +16,11 @@ def test_capacity_is_the_share_of_tokens_that_visit_a_rank():
     assert capacity(K2, 16, 4096, 1.0) == 1664  # 0.406 of them: a token visits 6.5 of 16 ranks
     assert capacity(K2, 16, 4096, 100.0) == 4096  # a token queues once at a rank, so no queue is longer
     assert capacity(K2, 1, 4096, 1.25) == 4096
-    rng = np.random.default_rng(0)
-    visits = [len(set(rng.permutation(384)[:8] // 24)) for _ in range(4000)]
-    assert capacity(K2, 16, 10**6, 1.0) / 10**6 == pytest.approx(np.mean(visits) / 16, rel=0.01)
+    assert capacity(K2, 16, 10**6, 1.0) == math.ceil(10**6 * share(K2, 16))
+    chosen = np.argsort(np.random.default_rng(0).random((4000, 384)), 1)[:, :8]
+    for ranks in (8, 16, 64):
+        drawn = np.mean([len(set(row)) for row in chosen // (384 // ranks)])
+        assert drawn == pytest.approx(ranks * share(K2, ranks), rel=0.01)
 
 
 def test_bytes_per_token_count_both_ways_and_not_the_rank_itself():

@@ -56,10 +56,10 @@ def on_mesh(config, params, bias, batch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_and_observations_equal_one_device(case, run_of, packed):
+def test_gradients_and_observations_equal_one_device(case, run_of, make_batch):
     sizes, changes = CASES[case]
     config = run_of(sizes, **changes)
-    batch = packed(0, config.batch, config.seq_len + 1)
+    batch = make_batch(0, config.batch, config.seq_len + 1, 64)
     params, bias = transformer.init(config.model, 0)
     rng = np.random.default_rng(1)
     bias = {k: jnp.asarray(rng.normal(size=b.shape) * 0.01, jnp.float32) for k, b in bias.items()}
