@@ -38,7 +38,8 @@ class Blocks(NamedTuple):
 
 def block_rows(pairs: int, n_experts: int) -> int:
     """Rows a block, between 16 and 512: about half an expert's share, so that little of a block is padding."""
-    return max(16, min(512, 1 << ((pairs // max(n_experts, 1)) // 2).bit_length() - 1 if pairs >= 4 * n_experts else 16))
+    half = pairs // n_experts // 2
+    return min(512, max(16, 1 << half.bit_length() >> 1))  # the power of two below
 
 
 def sort_pairs(expert_XK: Int[Array, "X K"], n_experts: int, block: int) -> Blocks:

@@ -54,19 +54,6 @@ def bytes_per_token(moe: MoEConfig, ranks: int, d_model: int, element: int) -> f
     return (ranks - 1) * share(moe, ranks) * 2 * d_model * element
 
 
-def queue_up(expert_XK: Int[Array, "X K"], goes_X: Bool[Array, " X"], ranks: int, n_experts: int, capacity: int) -> Queues:
-    """Queues every token that goes anywhere at each rank that holds one of its experts; an expert of -1 is none."""
-    rank_XK = jnp.where(goes_X[:, None] & (expert_XK >= 0), expert_XK // (n_experts // ranks), ranks)
-    visits_XR = (rank_XK[:, :, None] == jnp.arange(ranks)[None, None]).any(1)
-    before_XR = jnp.cumsum(visits_XR, axis=0, dtype=jnp.int32) - visits_XR
-    place_XK = jnp.take_along_axis(before_XR, jnp.minimum(rank_XK, ranks - 1), axis=1)
-    K = rank_XK.shape[1]
-    earlier_KK = jnp.arange(K)[:, None] > jnp.arange(K)[None, :]
-    first_XK = ~((rank_XK[:, :, None] == rank_XK[:, None, :]) & earlier_KK[None]).any(-1)
-    longest = visits_XR.sum(0, dtype=jnp.int32).max()
-    return Queues(rank_XK, place_XK, first_XK, jnp.maximum(1, -(-longest // capacity)))
-
-
 Words = Array | tuple  # what travels; with one rank, the parts as they are
 
 
@@ -81,6 +68,18 @@ class Exchange(NamedTuple):
     def local(self) -> int:
         """Experts a rank."""
         return self.n_experts // self.ranks
+
+    def queue_up(self, expert_XK: Int[Array, "X K"], goes_X: Bool[Array, " X"]) -> Queues:
+        """Queues every token that goes anywhere at each rank that holds one of its experts; an expert of -1 is none."""
+        ranks, K = self.ranks, expert_XK.shape[1]
+        rank_XK = jnp.where(goes_X[:, None] & (expert_XK >= 0), expert_XK // self.local, ranks)
+        visits_XR = (rank_XK[:, :, None] == jnp.arange(ranks)[None, None]).any(1)
+        before_XR = jnp.cumsum(visits_XR, axis=0, dtype=jnp.int32) - visits_XR
+        place_XK = jnp.take_along_axis(before_XR, jnp.minimum(rank_XK, ranks - 1), axis=1)
+        earlier_KK = jnp.arange(K)[:, None] > jnp.arange(K)[None, :]
+        first_XK = ~((rank_XK[:, :, None] == rank_XK[:, None, :]) & earlier_KK[None]).any(-1)
+        longest = visits_XR.sum(0, dtype=jnp.int32).max()
+        return Queues(rank_XK, place_XK, first_XK, jnp.maximum(1, -(-longest // self.capacity)))
 
     def pack(
         self,

@@ -22,7 +22,7 @@ from k2jax.kernels.expert_rows import Experts
 from k2jax.model.block import holding
 from k2jax.model.mla import Context
 from k2jax.parallel import dense
-from k2jax.parallel.expert import Exchange, Queues, queue_up
+from k2jax.parallel.expert import Exchange
 from k2jax.parallel.layout import DENSE, IDENTITY
 
 EXPERTS = ("gate_EDF", "up_EDF", "down_EFD")
@@ -91,7 +91,7 @@ def _prepare(shape: Shape, slot: Slot, context: Context):
     def take(w):
         return lax.dynamic_index_in_dim(w, slot.index, keepdims=False)
 
-    weights = jax.tree.map(take, _without_experts(slot.weights))
+    weights = jax.tree.map(take, without_experts(slot.weights))
 
     def before(weights, x_BTD):
         return _before_experts(shape, slot.kind, take(slot.bias_LE), context, weights, x_BTD)
@@ -99,7 +99,8 @@ def _prepare(shape: Shape, slot: Slot, context: Context):
     return before, weights
 
 
-def _without_experts(weights: dict) -> dict:
+def without_experts(weights: dict) -> dict:
+    """The rest of a tree of slots."""
     return weights | {"ffn": {name: w for name, w in weights["ffn"].items() if name not in EXPERTS}}
 
 
@@ -108,17 +109,12 @@ def experts_of(weights: dict) -> Experts:
     return Experts(*(weights["ffn"][name] for name in EXPERTS))
 
 
-def _queues(shape: Shape, expert_XK, goes_X) -> Queues:
-    exchange = shape.exchange
-    return queue_up(expert_XK, goes_X, exchange.ranks, exchange.n_experts, exchange.capacity)
-
-
 def forward(shape: Shape, slot: Slot, context: Context, x_BTD: Float[Array, "B T D"]) -> Exchanged:
     """Yields twice; returns the layer's output and what it observed."""
     exchange, (B, T, D) = shape.exchange, x_BTD.shape
     before, weights = _prepare(shape, slot, context)
     ready, (expert_XK, goes_X, max_logit_H, load_E) = before(weights, x_BTD)
-    queues = _queues(shape, expert_XK, goes_X)
+    queues = exchange.queue_up(expert_XK, goes_X)
     z_XD, experts = ready.z_BTD.reshape(B * T, D), experts_of(slot.weights)
 
     def answer(words):
@@ -163,7 +159,7 @@ def backward(
     exchange, (B, T, D) = shape.exchange, x_BTD.shape
     before, weights = _prepare(shape, slot, context)
     ready, vjp, (expert_XK, goes_X, _, _) = jax.vjp(before, weights, x_BTD, has_aux=True)
-    queues = _queues(shape, expert_XK, goes_X)
+    queues = exchange.queue_up(expert_XK, goes_X)
     rows = ready.z_BTD.reshape(B * T, D), d_y_BTD.reshape(B * T, D)
     experts = experts_of(slot.weights)
 

@@ -38,9 +38,8 @@ def paired(travel: Travel, first: Coroutine, second: Callable[[Any], Coroutine],
     words, first_done = _advance(first, None)
     words, inputs = lax.optimization_barrier((words, inputs))
     unit, arrived = second(inputs), None
-    second_done = None
     while first_done is None:
-        came, (other, second_done) = travel(words), _advance(unit, arrived)
+        came, (other, _) = travel(words), _advance(unit, arrived)
         came, other = lax.optimization_barrier((came, other))
         arrived, (words, first_done) = travel(other), _advance(first, came)
         if first_done is None:

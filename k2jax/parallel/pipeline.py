@@ -249,9 +249,7 @@ def _backward(stage: Stage, unit: _Unit, inputs, carry: Carry, d_hidden_BTD, emb
             experts = back.finish()
 
     def finish():
-        slots = total["slots"]
-        rest = {name: w for name, w in slots.items() if name != "ffn"}
-        rest["ffn"] = {name: w for name, w in slots["ffn"].items() if name not in EXPERTS}
+        rest = layer.without_experts(total["slots"])
         for index, d_weights in d_layers:
             rest = jax.tree.map(lambda a, g, index=index: _add_at(a, g, index), rest, d_weights)
         rest["ffn"] |= dict(zip(EXPERTS, back.finish(), strict=True))

@@ -1,4 +1,4 @@
-"""Embedding and head with the vocabulary split over `pipeline`: every stage does its share, and no stage waits (design 5.2).
+"""Embedding and head with the vocabulary split over `pipeline`: every stage does its share, and no stage waits.
 
 Stage z holds rows z * W/P to (z + 1) * W/P. A look-up is a masked gather and a sum over stages; the loss is a log-sum-exp of
 which each stage forms its part. All of it runs inside the `shard_map`; gradients are written out by hand, because the

@@ -34,7 +34,7 @@ def test_bubbles_and_residuals_are_the_published_ones(sizes):
 
 
 def test_formulas_at_k2s_sizes():
-    """DeepSeek-V3 report, table 2, and the counts of facts 5, with F = 1, B = 1, W = 1 for a layer."""
+    """DeepSeek-V3 report, table 2, and Megatron-LM's counts, with F = 1, B = 1, W = 1 for a layer."""
     by_name = {s.name: s for s in _schedules.all_of(Sizes(16, 4, 64, 4))}
     bubbles = {name: s.bubble(4.0, 4.0, 4.0) for name, s in by_name.items()}
     assert bubbles == {"GPipe": 180, "1F1B": 180, "ZB-H1": 60, "DualPipe": 56, "interleaved": 45, "ours": 45}
@@ -165,7 +165,7 @@ def test_costs_of_a_k2_layer():
     np.testing.assert_allclose(costs.attention_back, dense + 2 * core, rtol=1e-6)
     np.testing.assert_allclose(costs.experts, 4096 * 2 * 8 * 3 * 7168 * 2048 / 1e11, rtol=1e-6)
     np.testing.assert_allclose(costs.transfer, 4096 * 7168 * 2 / 1e7, rtol=1e-6)
-    assert math.isclose(_costs.states_gb(16, 16), 28.18, rel_tol=1e-3)  # facts 5
+    assert math.isclose(_costs.states_gb(16, 16), 28.18, rel_tol=1e-3)  # 6 bytes of 3.964B + 0.733B weights
 
 
 def test_a_larger_expert_axis_exchanges_longer_and_is_less_even():

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from k2jax.config import MoEConfig
-from k2jax.parallel.expert import Exchange, bytes_per_token, capacity, queue_up, share
+from k2jax.parallel.expert import Exchange, bytes_per_token, capacity, share
 
 K2 = MoEConfig()
 
@@ -38,7 +38,7 @@ def test_over_its_rounds_every_token_reaches_every_rank_of_its_experts_once(rank
     x = rng.normal(size=(tokens, 2)).astype(jnp.bfloat16)
     exchange = Exchange(ranks, n_experts, room)
     x, expert, weight = jnp.asarray(x), jnp.asarray(expert), jnp.asarray(weight)
-    queues = queue_up(expert, jnp.asarray(goes), ranks, n_experts, room)
+    queues = exchange.queue_up(expert, jnp.asarray(goes))
     arrived = {}
     unpack = jax.jit(lambda words: exchange.unpack(words, (x,), K))
     for turn in range(int(queues.rounds)):
@@ -82,7 +82,7 @@ def test_exchange_and_its_gradients_equal_the_sum_over_experts(routing):
 
     def rank(x, d_y, weight, expert):
         x, d_y, weight, expert = (a[0] for a in (x, d_y, weight, expert))
-        queues = queue_up(expert, jnp.ones(tokens, bool), ranks, E, room)
+        queues = exchange.queue_up(expert, jnp.ones(tokens, bool))
 
         def turn(i, carry):
             y, d_x, d_w, count, _ = carry

@@ -132,7 +132,7 @@ def test_k2_needs_28_to_30_gb_for_weights_and_gradients_at_any_size():
     totals = {n: mesh._sum(table(K2, sizes(K2, n))) for n in (256, 512, 2048)}
     for weight, gradient, _ in totals.values():
         assert 28e9 < weight + gradient < 30e9
-        assert abs(weight + gradient - 6 * (3.964e9 + 0.733e9)) < 0.06 * 29e9  # the even split of facts 5; slots are 64, not 61
+        assert abs(weight + gradient - 6 * (3.964e9 + 0.733e9)) < 0.06 * 29e9  # the even split; slots are 64, not 61
     # Master and momentum shrink with the replicas; at 256 devices they do not fit beside the rest.
     assert totals[256][2] > 31.7e9 and totals[2048][2] < 5e9
     text = render(sizes(K2, 512), table(K2, sizes(K2, 512)))

@@ -92,7 +92,7 @@ def test_a_run_goes_on_on_another_mesh_and_agrees_to_rounding(small, tmp_path, m
     result = train(replace(moved, microbatches=2, mesh=MeshConfig(pipeline=2, expert=2)))
     shown = capsys.readouterr().out
     assert "on 8 devices, pipeline 2 x expert 2 x data 2: 2 microbatches, 1 chunks a stage, 5 ticks, bubble 33.3%, " in shown
-    assert "1 of 2 slots without a layer" in shown
+    assert "1 of 2 slots without a layer, a token's way to the experts of a layer and back 0.11 kB" in shown
     assert "going on after step 5 of 12 with pipeline 1 -> 2, expert 1 -> 2, data 1 -> 2: numbers agree to rounding" in shown
     assert json.loads((moved.out / "config.json").read_text())["mesh"]["pipeline"] == 2
     rows, others = (metrics.read(c.out / "metrics.jsonl") for c in (whole, moved))
