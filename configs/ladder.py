@@ -77,6 +77,7 @@ def config(sparsity: int = 48, preset: str = "default", rung: int = -1) -> RunCo
         optim=OptimConfig(
             rule="muonclip",
             learning_rate=1e-2,
+            ns_dtype="float32",
             weight_decay=0.1,
             schedule=ScheduleConfig(
                 warmup=5.0, stable=55.0, decay=40.0, anneal=0.0, decay_shape="linear", decay_to=0.05, anneal_to=0.05

@@ -22,6 +22,7 @@ def config() -> RunConfig:
         model=_model(),
         optim=OptimConfig(
             learning_rate=1e-2,
+            ns_dtype="float32",
             schedule=ScheduleConfig(warmup=5.0, stable=55.0, decay=40.0, anneal=0.0, decay_shape="linear", decay_to=0.05),
         ),
         data=DataConfig(tokenizer="bpe", vocab=1024),

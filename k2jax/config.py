@@ -51,11 +51,14 @@ class AttentionConfig:
     d_nope: int = 128  # MLA: width of a head's part without position; 0 for gqa
     d_rope: int = 64  # width of a head's part that RoPE rotates; the whole head for gqa
     d_value: int = 128  # width of a head's value
+    soft_cap: float = 0.0  # logits become cap * tanh(logit / cap), a baseline to QK-Clip; 0 is off
+    qk_norm: bool = False  # RMSNorm of every head's query and key, a baseline to QK-Clip that latent decoding cannot have
     block: int = 512  # queries and keys at a time; no [T, T] array above this size is formed
     rope: RopeConfig = field(default_factory=RopeConfig)
 
     def __post_init__(self):
         _positive(self, "n_heads", "n_kv_heads", "d_rope", "d_value", "block")
+        _require(self.soft_cap >= 0, f"AttentionConfig.soft_cap must not be negative; got {self.soft_cap}")
         _require(self.d_rope % 2 == 0, f"RoPE rotates pairs, so d_rope must be even; got {self.d_rope}")
         _require(
             self.n_heads % self.n_kv_heads == 0,
@@ -162,7 +165,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """MuonClip (report, algorithm 1). One learning rate and one decay drive Muon and AdamW alike."""
+    """MuonClip (report, algorithm 1). One learning rate and one decay drive Muon and AdamW alike, unless told otherwise."""
 
     rule: Literal["muonclip", "muon", "adamw"] = "muonclip"  # muon is muonclip without the clip; adamw takes every weight
     learning_rate: float = 2e-4  # peak
@@ -171,7 +174,12 @@ class OptimConfig:
     nesterov: bool = True  # orthogonalize mu M + G (as run) instead of M (as printed)
     split: Literal["joint", "split", "per_head"] = "split"  # what Muon sees of MLA: released matrices, our parts, each head
     ns_steps: int = 5  # Newton-Schulz iterations
-    update_rms: float = 0.2  # Muon's update is scaled by this times sqrt(max(n, m))
+    ns_coefficients: Literal["jordan", "you", "polar_express", "eight_two"] = "jordan"  # of its polynomials; K2's are Jordan's
+    ns_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of its operands; sums are float32
+    update_rms: float = 0.2  # root mean square that Muon's update is brought to
+    scale: Literal["adjusted", "update_norm", "baseline"] = "adjusted"  # by sqrt(max(n, m)), the measured RMS, or sqrt(d_model)
+    adamw_rate: float = 1.0  # AdamW's learning rate as a multiple of learning_rate
+    adamw_decay: float = 1.0  # AdamW's weight decay as a multiple of weight_decay
     adam_b1: float = 0.9  # AdamW's decay of the first moment
     adam_b2: float = 0.95  # AdamW's decay of the second moment
     adam_eps: float = 1e-8  # AdamW's epsilon
@@ -184,8 +192,8 @@ class OptimConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self):
-        _positive(self, "learning_rate", "ns_steps", "update_rms", "adam_eps", "qk_tau", "max_skips")
-        for name in ("weight_decay", "clip_norm"):
+        _positive(self, "learning_rate", "ns_steps", "update_rms", "adamw_rate", "adam_eps", "qk_tau", "max_skips")
+        for name in ("weight_decay", "adamw_decay", "clip_norm"):
             _require(getattr(self, name) >= 0, f"OptimConfig.{name} must not be negative; got {getattr(self, name)}")
         for name in ("momentum", "adam_b1", "adam_b2"):
             _require(0 <= getattr(self, name) < 1, f"OptimConfig.{name} must lie in [0, 1); got {getattr(self, name)}")
@@ -265,6 +273,7 @@ class RunConfig:
     eval_every: int = 1000  # steps between validations; 0 validates only at the end
     eval_batches: int = 16  # validation batches of each domain
     checkpoint_every: int = 1000  # steps between checkpoints; 0 saves only at the end
+    probe_every: int = 0  # steps between probes of the weights' spectra (k2jax.optim.probes); 0 is never
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -272,7 +281,7 @@ class RunConfig:
 
     def __post_init__(self):
         _positive(self, "steps", "batch", "seq_len", "eval_batches")
-        for name in ("eval_every", "checkpoint_every", "microbatches"):
+        for name in ("eval_every", "checkpoint_every", "probe_every", "microbatches"):
             _require(getattr(self, name) >= 0, f"RunConfig.{name} must not be negative; got {getattr(self, name)}")
         _require(
             self.batch % max(self.microbatches, 1) == 0,
@@ -281,6 +290,11 @@ class RunConfig:
         _require(
             self.seq_len <= self.model.context,
             f"seq_len must be at most the model's context={self.model.context}; got {self.seq_len}",
+        )
+        _require(
+            not (self.model.attention.qk_norm and self.optim.rule == "muonclip"),
+            "a norm between the query and key weights and the logits makes QK-Clip inert; "
+            "model.attention.qk_norm needs optim.rule muon or adamw, got muonclip",
         )
         _require(
             self.data.tokenizer != "bpe" or self.data.vocab <= self.model.n_words,
