@@ -50,7 +50,7 @@ def programs(bench: Bench, n_experts: int):
 
     grad = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
     params = {"moe": {"ffn": nnx.to_pure_dict(weights)}}
-    optimizer = muonclip(OptimConfig(rule="muon"), config.attention)
+    optimizer = muonclip(OptimConfig(rule="muon", ns_dtype="float32"), config)
     state = optimizer.init(params)
     update = jax.jit(lambda grads, state, params: optimizer.update(grads, state, params, learning_rate=1e-2))
     (grads, _), load_E = grad(weights, x_BTD, bias_E)

@@ -197,6 +197,12 @@ class OptimConfig:
             _require(getattr(self, name) >= 0, f"OptimConfig.{name} must not be negative; got {getattr(self, name)}")
         for name in ("momentum", "adam_b1", "adam_b2"):
             _require(0 <= getattr(self, name) < 1, f"OptimConfig.{name} must lie in [0, 1); got {getattr(self, name)}")
+        fewest = {"you": 5, "eight_two": 10}.get(self.ns_coefficients, 1)
+        _require(
+            self.ns_steps >= fewest,
+            f"the {self.ns_coefficients!r} coefficients of Newton-Schulz are a schedule of {fewest} steps; "
+            f"got OptimConfig.ns_steps={self.ns_steps}",
+        )
         _require(0 <= self.qk_alpha <= 1, f"OptimConfig.qk_alpha must lie in [0, 1]; got {self.qk_alpha}")
 
 

@@ -1,12 +1,15 @@
 """Newton-Schulz orthogonalization, batched over every leading axis.
 
-The quintic map s -> a s + b s^3 + c s^5 acts on all singular values of a matrix at once and brings them near 1; singular
-vectors stay. It is written in matrix products alone, in two forms with the same answer: the standard one iterates on the
-matrix X [n, m], the Gram one on X X^T [n, n] and touches X four times in all. `form` counts which is cheaper.
+A step maps every singular value s of a matrix to a s + b s^3 + c s^5 and leaves the singular vectors. A table has a row
+(a, b, c) a step; `SETS` are the tables in use. Together the steps bring the singular values near 1.
+
+A segment of steps works on R = X X^T alone, on the short side of X: a step's P = a I + b R + c R^2 makes X into P X and so R
+into P R P. The product of the P is applied to X at the end of the segment. The standard form is segments of one step. The Gram
+form has longer ones and so touches a long X less often; `form` counts which is cheaper.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -14,81 +17,164 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-JORDAN = (3.4445, -4.7750, 2.0315)  # a, b, c: steep at 0, so that five steps reach [0.68, 1.14] from 0.01
+from k2jax.kernels import symmetric
+from k2jax.kernels.symmetric import symmetric_product
+
+Row = tuple[float, float, float]  # a, b, c
+Table = Sequence[Row]
+
+JORDAN: Row = (3.4445, -4.7750, 2.0315)  # steep at 0, and it does not converge: values end spread around 1
+_POLAR_EXPRESS: Table = (  # the steepest quintics that a spectrum in [1e-3, 1] allows, computed for exact arithmetic
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+
+# What a set makes of singular values from 0.01 of the Frobenius norm up, after so many steps:
+SETS: dict[str, tuple[Row, ...]] = {
+    # Keller Jordan's, in Moonlight and Kimi K2. 5 steps: [0.682, 1.134].
+    "jordan": (JORDAN,),
+    # You Jiacheng's schedule. 5 steps: [0.978, 1.032].
+    "you": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    # Polar Express (arXiv 2505.16932) in the paper's variant: every row but the last is taken at s / 1.01, so that rounding
+    # may push a value 1% above what the row was made for. 5 steps: [0.870, 1.124]; 8 steps converge.
+    "polar_express": (
+        *((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _POLAR_EXPRESS[:-1]),
+        _POLAR_EXPRESS[-1],
+    ),
+    # Eight steep steps, then two that converge. 10 steps: [1.000, 1.0005].
+    "eight_two": (*[JORDAN] * 8, *[(2.0, -1.5, 0.5)] * 2),
+}
+WHOLE = ("you", "eight_two")  # sets that are tuned as a whole: fewer steps than they have rows are refused
+
 EPS = 1e-7  # added to the Frobenius norm: zero in, zero out
-RESTART = 2  # steps of the Gram form after which X X^T is formed anew; without it float32 drifts
+FIRST, LATER = 2, 3  # steps of the Gram form's first segment, and the most of a later one; longer ones drift
 CHUNK_BYTES = 2**17  # of matrices worked on at a time on a CPU, so that they and their products stay in its cache
 
 Form = Literal["standard", "gram"]
 
 
+def coefficients(name: str, steps: int) -> tuple[Row, ...]:
+    """Returns the first `steps` rows of a set; beyond its end the last one repeats.
+
+    Fewer than one step, an unknown set, and fewer steps than a set that is tuned as a whole has raise ValueError.
+    """
+    if name not in SETS:
+        raise ValueError(f"no Newton-Schulz coefficients are called {name!r}; there are {', '.join(SETS)}")
+    rows = SETS[name]
+    if steps < 1:
+        raise ValueError(f"Newton-Schulz needs at least 1 step; got {steps}")
+    if name in WHOLE and steps < len(rows):
+        raise ValueError(f"Newton-Schulz coefficients {name!r} need at least {len(rows)} steps; got {steps}")
+    return rows[:steps] + rows[-1:] * (steps - len(rows))
+
+
 def flops(n: int, m: int, steps: int, form: Form) -> int:
-    """Counts the matrix-product FLOPs of one n x m matrix, a multiply-add being 2; work of order n*m is left out."""
+    """Counts the matrix-product FLOPs of one n x m matrix, a multiply-add being 2; work of order n*m is left out.
+
+    Products known to be symmetric count half where they are computed as such (`symmetric.MIN_SIDE`).
+    """
     n, m = min(n, m), max(n, m)
-    if form == "standard":  # X X^T, its square, and its product with X
-        return steps * (4 * n * n * m + 2 * n**3)
+    square = 1 if n >= symmetric.MIN_SIDE else 2
     # A segment forms X X^T and applies its polynomial to X once. Its first step squares the Gram matrix; every later one
     # also moves it (two products) and extends the polynomial (one).
-    return sum(4 * n * n * m + 2 * n**3 * (4 * length - 3) for length in _segments(steps))
+    return sum((square + 2) * n * n * m + square * n**3 * (4 * length - 3) for length in segments(steps, form))
 
 
 def form(n: int, m: int, steps: int) -> Form:
-    """Returns the form with fewer counted FLOPs: "gram" once the long side is about 1.5 times the short one."""
+    """Returns the form with fewer counted FLOPs: "gram" for every long side above the short one where symmetric products
+    count half, and from 1.5 times the short side on where they do not (at five steps)."""
     return "gram" if flops(n, m, steps, "gram") < flops(n, m, steps, "standard") else "standard"
 
 
-def newton_schulz(
-    x: Float[Array, "... n m"], steps: int, coefficients: tuple[float, float, float] = JORDAN
-) -> Float[Array, "... n m"]:
-    """Orthogonalizes each matrix of `x` approximately: singular vectors kept, singular values near 1.
+def segments(steps: int, form: Form) -> tuple[int, ...]:
+    """Returns how many steps each segment has."""
+    if form == "standard":
+        return (1,) * steps
+    rest = max(steps - FIRST, 0)
+    later = -(-rest // LATER)
+    return (min(steps, FIRST), *(rest // later + (i < rest % later) for i in range(later)))
 
-    Products take operands in `x`'s dtype and accumulate in float32. Values from 0.01 of the Frobenius norm up land in
-    [0.68, 1.14] after five steps; a zero matrix stays zero. Source: Moonlight report 2.1, Kimi K2 report algorithm 1.
+
+def newton_schulz(x: Float[Array, "... n m"], table: Table, dtype: str) -> Float[Array, "... n m"]:
+    """Orthogonalizes each matrix of `x` approximately: singular vectors kept, singular values near 1; float32.
+
+    `table` has a row (a, b, c) a step. Products take operands in `dtype`, float32, bfloat16 or float16; the norm, sums and
+    what is added to products are float32. A zero matrix stays zero. A table that is not rows of three finite numbers and a
+    matrix without rows or columns raise ValueError. Source: Moonlight report 2.1, Kimi K2 report algorithm 1.
     """
-    if steps < 1:
-        raise ValueError(f"Newton-Schulz needs at least 1 step; got {steps}")
+    _check(table)
     n, m = x.shape[-2:]
-    kernel = {"standard": standard, "gram": gram}[form(n, m, steps)]
-    (y,) = map_chunks(lambda x: (kernel(x, steps, coefficients),), x.reshape(-1, n, m))
+    if not n * m:
+        raise ValueError(f"Newton-Schulz needs matrices with rows and columns; got shape {tuple(x.shape)}")
+    kernel = {"standard": standard, "gram": gram}[form(n, m, len(table))]
+    (y,) = map_chunks(lambda x: (kernel(x, table, dtype),), x.reshape(-1, n, m))
     return y.reshape(x.shape)
 
 
-def standard(x: Float[Array, "b n m"], steps: int, coefficients: tuple[float, float, float]) -> Float[Array, "b n m"]:
-    """The quintic iterated on the matrices: A = X X^T, then X <- a X + (b A + c A A) X, on the short side."""
-    a, b, c = coefficients
+def standard(x: Float[Array, "b n m"], table: Table, dtype: str) -> Float[Array, "b n m"]:
+    """Every step on the matrices themselves: X <- (a I + b A + c A^2) X with A = X X^T."""
+    return _iterate(x, table, dtype, segments(len(table), "standard"))
+
+
+def gram(x: Float[Array, "b n m"], table: Table, dtype: str) -> Float[Array, "b n m"]:
+    """The same map on the Gram matrix, formed anew from X after FIRST steps and then every LATER."""
+    return _iterate(x, table, dtype, segments(len(table), "gram"))
+
+
+def _iterate(x: Float[Array, "b n m"], table: Table, dtype: str, lengths: Sequence[int]) -> Float[Array, "b n m"]:
     tall = x.shape[-2] > x.shape[-1]
-    y = x.astype(jnp.float32)
-    y = y / (jnp.sqrt(jnp.sum(jnp.square(y), axis=(-2, -1), keepdims=True)) + EPS)
-    for _ in range(steps):
-        gram_nn = _gram(y, x.dtype, tall)
-        y = a * y + _apply(b * gram_nn + c * _product(gram_nn, gram_nn, x.dtype), y, x.dtype, tall)
-    return y.astype(x.dtype)
-
-
-def gram(x: Float[Array, "b n m"], steps: int, coefficients: tuple[float, float, float]) -> Float[Array, "b n m"]:
-    """The same map on the Gram matrix R = X X^T: with P = a + b R + c R^2, X <- P X becomes R <- P R P.
-
-    The product of the P is applied to X at the end of a segment of steps; a new segment forms R anew from X.
-    """
-    a, b, c = coefficients
-    tall = x.shape[-2] > x.shape[-1]
-    eye = jnp.eye(min(x.shape[-2:]), dtype=jnp.float32)[None]
-    y = x
-    for number, length in enumerate(_segments(steps)):
-        r = _gram(y, x.dtype, tall)
-        scale = None
-        if number == 0:  # the trace of X X^T is the squared Frobenius norm: no pass over X is needed for it
-            norm = jnp.sqrt(jnp.trace(r, axis1=-2, axis2=-1))[:, None, None]
-            scale = 1 / (norm + EPS)
+    rows = iter(table)
+    scale = None
+    if dtype == "float16":  # its range is too small for what has not been divided by its norm
+        x = x.astype(jnp.float32)
+        x = x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)) + EPS)
+    for number, length in enumerate(lengths):
+        r = symmetric_product(x, x, dtype, tall)
+        if number == 0 and dtype != "float16":
+            # The trace of X X^T is the squared Frobenius norm: no pass over X is needed for it.
+            scale = 1 / (jnp.sqrt(jnp.trace(r, axis1=-2, axis2=-1))[:, None, None] + EPS)
             r = r * scale * scale
+        # Products of [n, n] matrices keep float32 operands: R rounded to bfloat16 loses singular values below 0.06, and the
+        # result is then 15 to 60% off instead of 1%. The standard form, which has one of them a step, bears the rounding.
+        square = dtype if length == 1 else jnp.promote_types(dtype, jnp.float32).name
         q = None
         for step in range(length):
-            p = a * eye + b * r + c * _product(r, r, x.dtype)
-            q = p if q is None else _product(p, q, x.dtype)
+            p = _polynomial(r, next(rows), square)
+            q = p if q is None else symmetric_product(p, q, square)
             if step < length - 1:
-                r = _product(p, _product(r, p, x.dtype), x.dtype)
-        y = _apply(q if scale is None else q * scale, y, x.dtype, tall)
-    return y.astype(x.dtype)
+                r = symmetric_product(p, symmetric_product(r, p, square), square)
+        x = _apply(q if number or scale is None else q * scale, x, dtype, tall)
+    return x
+
+
+def _polynomial(r: Float[Array, "b n n"], row: Row, dtype: str) -> Float[Array, "b n n"]:
+    """a I + b R + c R^2."""
+    a, b, c = row
+    return a * jnp.eye(r.shape[-1], dtype=r.dtype)[None] + b * r + c * symmetric_product(r, r, dtype)
+
+
+def _apply(p: Float[Array, "b k k"], x: Float[Array, "b n m"], dtype: str, tall: bool) -> Float[Array, "b n m"]:
+    """The symmetric [k, k] polynomial times X, from the right where the short side is the last."""
+    sums, p, x = symmetric.sums(dtype), p.astype(dtype), x.astype(dtype)
+    return jnp.matmul(x, p, preferred_element_type=sums) if tall else jnp.matmul(p, x, preferred_element_type=sums)
+
+
+def _check(table: Table) -> None:
+    rows = [tuple(row) for row in table]
+    if not rows or not all(len(row) == 3 and all(map(math.isfinite, row)) for row in rows):
+        raise ValueError(f"Newton-Schulz takes rows of three finite numbers a, b, c, one a step; got {table!r}")
 
 
 def map_chunks(f: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -115,22 +201,3 @@ def _map_chunks(f, arrays, count: int, chunk: int):
         rest = f(*(a[whole * chunk :] for a in arrays))
         out = tuple(jnp.concatenate(pair) for pair in zip(out, rest, strict=True))
     return out
-
-
-def _segments(steps: int) -> tuple[int, ...]:
-    return (RESTART, steps - RESTART) if steps > RESTART else (steps,)
-
-
-def _product(x, y, dtype):
-    return jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=jnp.float32)
-
-
-def _gram(x, dtype, tall: bool):
-    x = x.astype(dtype)
-    pattern = "bki,bkj->bij" if tall else "bik,bjk->bij"
-    return jnp.einsum(pattern, x, x, preferred_element_type=jnp.float32)
-
-
-def _apply(p, x, dtype, tall: bool):
-    """The symmetric [n, n] polynomial times X, from the right where the short side is the last."""
-    return _product(x, p, dtype) if tall else _product(p, x, dtype)

@@ -15,11 +15,11 @@ BLOCKS = 4  # the jnp form cuts a side in so many: 10 of 16 tiles are computed
 
 
 def symmetric_product(
-    x: Float[Array, "b n k"], y: Float[Array, "b n k"], dtype: str, tall: bool = False
+    x: Float[Array, "b i j"], y: Float[Array, "b i j"], dtype: str, tall: bool = False
 ) -> Float[Array, "b n n"]:
-    """X Y^T, or with `tall` X^T Y of [b, k, n], of which the caller knows that it is symmetric; float32.
+    """X Y^T, or with `tall` X^T Y of [b, k, n], of which the caller knows that it is symmetric.
 
-    Operands are taken in `dtype` and summed in float32. Where the product is not symmetric the result is its lower tiles and
+    Operands are taken in `dtype`; sums and the result are float32 (float64 for float64 operands). Where the product is not symmetric the result is its lower tiles and
     their mirror image.
     """
     x, y = x.astype(dtype), y.astype(dtype)
@@ -29,16 +29,21 @@ def symmetric_product(
     return _blocked(x, y, tall)
 
 
+def sums(dtype: str) -> jnp.dtype:
+    """The dtype in which products of `dtype` are summed."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def _product(x: jax.Array, y: jax.Array, tall: bool) -> Float[Array, "b i j"]:
     pattern = "bki,bkj->bij" if tall else "bik,bjk->bij"
-    return jnp.einsum(pattern, x, y, preferred_element_type=jnp.float32)
+    return jnp.einsum(pattern, x, y, preferred_element_type=sums(x.dtype.name))
 
 
 def _blocked(x: jax.Array, y: jax.Array, tall: bool) -> Float[Array, "b n n"]:
     """The jnp form: rows of blocks up to the diagonal, and the mirror image above it."""
     side = x.shape[-1] if tall else x.shape[-2]
     edges = [side * i // BLOCKS for i in range(BLOCKS + 1)]
-    out = jnp.zeros((x.shape[0], side, side), jnp.float32)
+    out = jnp.zeros((x.shape[0], side, side), sums(x.dtype.name))
     for first, last in itertools.pairwise(edges):
         rows, columns = (x[..., first:last], y[..., :last]) if tall else (x[:, first:last], y[:, :last])
         lower = _product(rows, columns, tall)

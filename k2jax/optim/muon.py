@@ -1,5 +1,7 @@
 """Muon: momentum, orthogonalized matrix by matrix, scaled to AdamW's update size.
 
+M <- mu M + G;  O = NewtonSchulz(mu M + G), or of M without Nesterov;  update = update_rms * sqrt(max(n, m)) * O
+
 Which matrices a leaf holds is read off the axis letters of its name. Axes before the letters (layers) and E (experts) are
 batch; the last two letters are a matrix; a head letter, H or G, belongs to the axis beside it that carries the head's width.
 `split` chooses between our stored parts, the released fused matrices, and one matrix a head.
@@ -16,7 +18,7 @@ from jaxtyping import Array, Float
 
 from k2jax.axes import axes_of
 from k2jax.config import OptimConfig
-from k2jax.kernels.newton_schulz import map_chunks, newton_schulz
+from k2jax.kernels.newton_schulz import coefficients, map_chunks, newton_schulz
 
 Path = tuple[str, ...]  # keys from the root of a tree of dicts to a leaf
 
@@ -43,11 +45,12 @@ class MuonState(NamedTuple):
     momentum: optax.Updates
 
 
-def scale_by_muon(config: OptimConfig) -> optax.GradientTransformation:
-    """Returns the transform G -> update_rms * sqrt(max(n, m)) * NewtonSchulz(M), with M = momentum * M + G.
+def scale_by_muon(config: OptimConfig, d_model: int) -> optax.GradientTransformation:
+    """Returns the transform G -> scale * NewtonSchulz(M), with M = momentum * M + G.
 
-    With `config.nesterov` momentum * M + G is orthogonalized instead of M. The result has no sign, decay or learning rate
-    yet and is float32. A leaf whose name is not that of a matrix raises ValueError. Source: K2 report, algorithm 1.
+    With `config.nesterov` momentum * M + G is orthogonalized instead of M; `update_scale` has the scale. The result has no
+    sign, decay or learning rate yet and is float32. A leaf whose name is not that of a matrix raises ValueError. Source: K2
+    report, algorithm 1.
     """
 
     def init_fn(params):
@@ -60,7 +63,7 @@ def scale_by_muon(config: OptimConfig) -> optax.GradientTransformation:
         directions, moved = {}, {}
         # Blocks of one shape are not put into one batch: measured, the copies cost what the fewer calls save.
         for block in blocks_of(updates, config.split):
-            out_bnm, moved_bnm = _step(config, _matrices(block, grads), _matrices(block, momentum))
+            out_bnm, moved_bnm = _step(config, d_model, _matrices(block, grads), _matrices(block, momentum))
             directions |= _leaves(block, out_bnm)
             moved |= _leaves(block, moved_bnm)
         return _like(updates, directions), MuonState(_like(updates, moved))
@@ -69,22 +72,36 @@ def scale_by_muon(config: OptimConfig) -> optax.GradientTransformation:
 
 
 def _step(
-    config: OptimConfig, grad_bnm: Float[Array, "b n m"], momentum_bnm: Float[Array, "b n m"]
+    config: OptimConfig, d_model: int, grad_bnm: Float[Array, "b n m"], momentum_bnm: Float[Array, "b n m"]
 ) -> tuple[Float[Array, "b n m"], Float[Array, "b n m"]]:
     """Moves the momentum and orthogonalizes it, a chunk at a time so that both are done while the chunk is in cache."""
-    scale = update_scale(config, *grad_bnm.shape[-2:])
+    table = coefficients(config.ns_coefficients, config.ns_steps)
+    scale = update_scale(config, d_model, *grad_bnm.shape[-2:])
 
     def chunk(g, m):
         m = config.momentum * m + g.astype(jnp.float32)
         x = config.momentum * m + g.astype(jnp.float32) if config.nesterov else m
-        return scale * newton_schulz(x, config.ns_steps), m
+        o = newton_schulz(x, table, config.ns_dtype)
+        return (_to_rms(o, config.update_rms) if scale is None else scale * o), m
 
     return map_chunks(chunk, grad_bnm, momentum_bnm)
 
 
-def update_scale(config: OptimConfig, n: int, m: int) -> float:
-    """The factor that gives an orthogonal n x m matrix the RMS `config.update_rms` (Moonlight report 2.2)."""
-    return config.update_rms * math.sqrt(max(n, m))
+def update_scale(config: OptimConfig, d_model: int, n: int, m: int) -> float | None:
+    """The factor on an orthogonalized n x m matrix; None for "update_norm", which measures each matrix (Moonlight report 2.2).
+
+    "adjusted" gives an orthogonal matrix the RMS `config.update_rms` whatever its shape; "baseline" does so for square
+    matrices of the model's width alone, and a wider one moves less.
+    """
+    if config.scale == "update_norm":
+        return None
+    return config.update_rms * math.sqrt(max(n, m) if config.scale == "adjusted" else d_model)
+
+
+def _to_rms(o_bnm: Float[Array, "b n m"], rms: float) -> Float[Array, "b n m"]:
+    """Each matrix brought to the RMS; a zero matrix stays."""
+    found = jnp.sqrt(jnp.mean(jnp.square(o_bnm), axis=(-2, -1), keepdims=True))
+    return o_bnm * (rms / jnp.where(found > 0, found, 1.0))
 
 
 def is_matrix(name: str) -> bool:
@@ -123,6 +140,9 @@ def _block(paths: tuple[Path, ...], shapes: Sequence[tuple[int, ...]], per_head:
         raise ValueError(f"Muon takes matrices, and the letters of {'/'.join(paths[0])} do not make one")
     if len(shapes[0]) < len(letters):
         raise ValueError(f"{'/'.join(paths[0])} must have the axes {letters}; got shape {shapes[0]}")
+    for path, shape in zip(paths, shapes, strict=True):
+        if 0 in shape:
+            raise ValueError(f"Muon takes matrices with rows and columns; {'/'.join(path)} has shape {shape}")
     axes = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
     if len(letters) == 2 or letters[0] == "E":
         n, m = axes[-2:]

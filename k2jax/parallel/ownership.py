@@ -166,7 +166,7 @@ def plan(config: RunConfig, sizes: MeshConfig) -> Plan:
         expert_cost=cost,
         load_ZR=load_ZR,
         stage=arrays,
-        natural=(params, jax.eval_shape(muonclip(config.optim, config.model.attention).init, params)),
+        natural=(params, jax.eval_shape(muonclip(config.optim, config.model).init, params)),
     )
 
 

@@ -215,7 +215,7 @@ class _Step(NamedTuple):
 
     def apply(self, rule: str, params: dict, moments: dict, gradients: dict, max_logit_LH: dict) -> tuple[dict, dict, dict]:
         """`muonclip` on a few leaves; returns weights, moments and updates."""
-        optimizer = muonclip(replace(self.config.optim, rule=rule, clip_norm=0.0), self.config.model.attention)
+        optimizer = muonclip(replace(self.config.optim, rule=rule, clip_norm=0.0), self.config.model)
         state = optax.tree.set(optimizer.init(params), **moments, count=self.count)
         gradients = jax.tree.map(self.clip, gradients)
         updates, state = optimizer.update(gradients, state, params, learning_rate=self.rate, max_logit_LH=max_logit_LH)

@@ -35,7 +35,7 @@ class TrainState(NamedTuple):
 
 
 def _optimizer(config: RunConfig) -> optax.GradientTransformationExtraArgs:
-    return muonclip(config.optim, config.model.attention)
+    return muonclip(config.optim, config.model)
 
 
 def init_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from k2jax.config import OptimConfig
+from k2jax.kernels.newton_schulz import coefficients
 from k2jax.optim.muon import blocks_of, scale_by_muon
+
+
+def float32(**fields):
+    """The tests' references are exact, so Newton-Schulz takes its operands whole."""
+    return OptimConfig(ns_dtype="float32", **fields)
 
 
 def relative(x, y):
@@ -13,7 +19,7 @@ def relative(x, y):
 
 def run(config, grads):
     """The update of the last of a list of gradients."""
-    tx = scale_by_muon(config)
+    tx = scale_by_muon(config, d_model=16)
     state = tx.init(grads[0])
     update = jax.jit(tx.update)
     for grad in grads:
@@ -24,7 +30,7 @@ def run(config, grads):
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_three_steps_equal_algorithm_1(nesterov, quintic):
     grads = [np.random.default_rng(i).standard_normal((8, 20)).astype(np.float32) for i in range(3)]
-    got = run(OptimConfig(nesterov=nesterov), [{"gate_DF": g} for g in grads])["gate_DF"]
+    got = run(float32(nesterov=nesterov), [{"gate_DF": g} for g in grads])["gate_DF"]
     momentum = np.zeros((8, 20))
     for g in grads:
         momentum = 0.95 * momentum + g
@@ -34,21 +40,60 @@ def test_three_steps_equal_algorithm_1(nesterov, quintic):
 
 def test_nesterov_changes_the_update():
     grads = [{"gate_DF": np.random.default_rng(i).standard_normal((8, 20)).astype(np.float32)} for i in range(3)]
-    plain, nesterov = (run(OptimConfig(nesterov=on), grads)["gate_DF"] for on in (False, True))
+    plain, nesterov = (run(float32(nesterov=on), grads)["gate_DF"] for on in (False, True))
     assert relative(plain, np.asarray(nesterov)) > 0.05
 
 
 # The aspect ratios of K2's matrices (q_down, k_rope, k_nope of all heads, output, expert, router), smaller.
 @pytest.mark.parametrize("shape", [(112, 24), (448, 4), (16, 256), (128, 112), (112, 32), (112, 6)])
 def test_update_rms_matches_adamw(shape):
-    update = run(OptimConfig(), [{"gate_DF": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}])["gate_DF"]
+    update = run(float32(), [{"gate_DF": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}])["gate_DF"]
     assert 0.14 < float(jnp.sqrt(jnp.mean(update**2))) < 0.23
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (16, 16)])
+def test_scale_modes(shape, quintic):
+    """Of one momentum: by the longer side, by the measured RMS, by the model's width; only the first two see the shape."""
+    g = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
+    g[1] = 0
+    o = np.array([quintic(1.95 * one) for one in g.astype(np.float64)])
+    want = {
+        "adjusted": 0.3 * np.sqrt(max(shape)) * o,
+        "update_norm": np.stack([0.3 * o[0] / np.sqrt(np.mean(o[0] ** 2)), np.zeros(shape)]),
+        "baseline": 0.3 * np.sqrt(16) * o,
+    }
+    for scale, expected in want.items():
+        got = run(float32(scale=scale, update_rms=0.3), [{"gate_EDF": g}])["gate_EDF"]
+        assert relative(got, expected) < 1e-5, scale
+        assert (got[1] == 0).all()
+
+
+@pytest.mark.parametrize(("name", "steps"), [("you", 5), ("polar_express", 6), ("eight_two", 10), ("jordan", 3)])
+def test_the_named_coefficients_and_steps_are_used(name, steps):
+    g = np.random.default_rng(0).standard_normal((8, 20)).astype(np.float32)
+    u, s, v = np.linalg.svd(g.astype(np.float64), full_matrices=False)
+    s /= np.sqrt(np.sum(s**2))
+    for a, b, c in coefficients(name, steps):
+        s = a * s + b * s**3 + c * s**5
+    got = run(float32(ns_coefficients=name, ns_steps=steps), [{"gate_DF": g}])["gate_DF"]
+    assert relative(got, 0.2 * np.sqrt(20) * (u * s) @ v) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 2e-2), ("float16", 3e-3)])
+def test_operands_of_half_precision(dtype, error, quintic):
+    """The default is K2's bfloat16; sums, momentum and the update are float32 (tolerance: three times what is seen)."""
+    g = np.random.default_rng(0).standard_normal((8, 20)).astype(np.float32)
+    for size in (1.0, 1e-4, 1e12):
+        got = run(OptimConfig(ns_dtype=dtype), [{"gate_DF": size * g}])["gate_DF"]
+        assert got.dtype == jnp.float32
+        found = relative(got, 0.2 * np.sqrt(20) * quintic(1.95 * g.astype(np.float64)))
+        assert 1e-6 < found < error
 
 
 def test_every_expert_of_every_layer_is_a_matrix_of_its_own(quintic):
     g = np.random.default_rng(0).standard_normal((2, 3, 8, 5)).astype(np.float32)
     g[1, 2] = 0  # an expert without a token
-    got = run(OptimConfig(), [{"gate_EDF": g}])["gate_EDF"]
+    got = run(float32(), [{"gate_EDF": g}])["gate_EDF"]
     want = [[0.2 * np.sqrt(8) * quintic(1.95 * one) for one in layer] for layer in g.astype(np.float64)]
     assert relative(got, np.array(want)) < 1e-5
     assert (got[1, 2] == 0).all()
@@ -136,7 +181,7 @@ def by_hand(split, g, quintic):
 @pytest.mark.parametrize("split", BLOCKS)
 def test_split_reassembles_the_update_in_the_stored_layout(split, normal, quintic):
     grads = normal({"moe": {"attention": ATTENTION}}, 0)
-    got = run(OptimConfig(split=split), [grads])["moe"]["attention"]
+    got = run(float32(split=split), [grads])["moe"]["attention"]
     for layer in range(2):
         want = by_hand(split, {k: v[layer].astype(np.float64) for k, v in grads["moe"]["attention"].items()}, quintic)
         for name, w in want.items():
@@ -152,7 +197,7 @@ def test_gqa_heads_are_joint_or_apart(normal):
 
 def test_momentum_is_float32_whatever_the_gradient():
     grad = {"gate_DF": jnp.ones((4, 6), jnp.bfloat16)}
-    tx = scale_by_muon(OptimConfig())
+    tx = scale_by_muon(float32(), d_model=16)
     out, state = tx.update(grad, tx.init(grad))
     assert out["gate_DF"].dtype == state.momentum["gate_DF"].dtype == jnp.float32
 
@@ -160,9 +205,10 @@ def test_momentum_is_float32_whatever_the_gradient():
 def test_wrong_leaves_are_named():
     for tree, words in (
         ({"moe": {"norm_D": jnp.ones(4)}}, "letters of moe/norm_D do not make one"),
+        ({"moe": {"gate_EDF": jnp.ones((4, 0, 8))}}, r"rows and columns; moe/gate_EDF has shape \(4, 0, 8\)"),
         ({"moe": {"gate_EDF": jnp.ones((4, 4))}}, r"moe/gate_EDF must have the axes EDF; got shape \(4, 4\)"),
     ):
         with pytest.raises(ValueError, match=words):
-            scale_by_muon(OptimConfig()).init(tree)
+            scale_by_muon(float32(), d_model=16).init(tree)
     with pytest.raises(ValueError, match="dense/k_rope_DR is missing"):
-        scale_by_muon(OptimConfig(split="joint")).init({"dense": {"kv_down_DC": jnp.ones((4, 4))}})
+        scale_by_muon(float32(split="joint"), d_model=16).init({"dense": {"kv_down_DC": jnp.ones((4, 4))}})

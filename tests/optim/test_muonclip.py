@@ -4,14 +4,17 @@ import numpy as np
 import optax
 import pytest
 
-from k2jax.config import AttentionConfig, OptimConfig
+from k2jax.config import AttentionConfig, ModelConfig, OptimConfig
 from k2jax.optim.muonclip import muonclip, render, rule_of, rules, table
 
-MLA = AttentionConfig(n_heads=3, n_kv_heads=3)
+MLA = ModelConfig(d_model=8, attention=AttentionConfig(n_heads=3, n_kv_heads=3))
 COLD = {"dense": np.zeros((1, 3), np.float32), "moe": np.zeros((2, 3), np.float32), "mtp": np.zeros((1, 3), np.float32)}
 
 
 MOE_COLD = {"moe": COLD["moe"]}
+
+
+K2 = ModelConfig()
 
 
 def leaves(tree):
@@ -72,7 +75,7 @@ def reference(config, params, grads, logits, rates, quintic):
 def test_twenty_jitted_steps_equal_algorithm_1(split, nesterov, tree, request, normal, quintic):
     shapes = request.getfixturevalue(tree)
     stacks = {stack: COLD[stack].shape for stack in shapes if stack in COLD}
-    config = OptimConfig(split=split, nesterov=nesterov, clip_norm=20.0)
+    config = OptimConfig(split=split, nesterov=nesterov, clip_norm=20.0, ns_dtype="float32")
     params = jax.tree.map(lambda x: 0.1 * x, normal(shapes, 0))
     sizes = [0.1 if i % 3 == 0 else 2.0 for i in range(20)]  # norms on both sides of clip_norm
     grads = [jax.tree.map(lambda x, size=size: size * x, normal(shapes, 1 + i)) for i, size in enumerate(sizes)]
@@ -129,7 +132,7 @@ def test_a_leaf_without_a_rule_is_named(name, few, normal):
     with pytest.raises(ValueError, match=f"no update rule for moe/ffn/{name}"):
         muonclip(OptimConfig(), MLA).init(params)
     with pytest.raises(ValueError, match=f"no update rule for moe/ffn/{name}"):
-        table(OptimConfig(), params)
+        table(OptimConfig(), K2, params)
 
 
 PAIR = {"embed_WD": (11, 8), "moe": {"gate_EDF": (2, 4, 8, 5)}}  # a leaf of each rule
@@ -147,6 +150,24 @@ def test_one_rate_and_one_decay_drive_both_rules(normal):
     (bare,) = updates(0.0, 0.01)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(2 * a, b), once, twice)
     jax.tree.map(lambda a, b, w: np.testing.assert_allclose(a - b, -0.0025 * w, atol=1e-7), once, bare, params)
+
+
+def test_adamw_may_have_a_rate_and_a_decay_of_its_own(normal):
+    """Both as multiples; what Muon updates does not move."""
+    params, grads = normal(PAIR, 0), normal(PAIR, 1)
+
+    def update(**fields):
+        tx = muonclip(OptimConfig(rule="muon", **fields), MLA)
+        return jax.jit(tx.update)(grads, tx.init(params), params, learning_rate=0.01, max_logit_LH={})[0]
+
+    bare, same, own = (
+        update(weight_decay=0.0),
+        update(weight_decay=0.1),
+        update(weight_decay=0.1, adamw_rate=3.0, adamw_decay=0.5),
+    )
+    np.testing.assert_array_equal(own["moe"]["gate_EDF"], same["moe"]["gate_EDF"])
+    embed = 3 * (bare["embed_WD"] - 0.01 * 0.05 * params["embed_WD"])
+    np.testing.assert_allclose(own["embed_WD"], embed, rtol=1e-6, atol=1e-9)
 
 
 def test_rules_of_the_whole(few, normal):
@@ -176,9 +197,9 @@ def test_clip_norm_scales_the_whole_gradient(normal):
         _, state = jax.jit(tx.update)(grads, tx.init(grads), grads, learning_rate=0.01, max_logit_LH={})
         inner = state[1].inner_states
         np.testing.assert_allclose(
-            inner["muon"].inner_state.momentum["moe"]["gate_EDF"], share * grads["moe"]["gate_EDF"], rtol=1e-6
+            inner["muon"].inner_state[0].momentum["moe"]["gate_EDF"], share * grads["moe"]["gate_EDF"], rtol=1e-6
         )
-        np.testing.assert_allclose(inner["adamw"].inner_state.mu["embed_WD"], 0.1 * share * grads["embed_WD"], rtol=1e-6)
+        np.testing.assert_allclose(inner["adamw"].inner_state[0].mu["embed_WD"], 0.1 * share * grads["embed_WD"], rtol=1e-6)
 
 
 def test_table_describes_k2_without_allocating():
@@ -192,18 +213,18 @@ def test_table_describes_k2_without_allocating():
             "ffn": stack(60, gate_EDF=(384, 7168, 2048), router_DE=(7168, 384)),
         },
     }
-    rows = {row.path: row for row in table(OptimConfig(), params)}
+    rows = {row.path: row for row in table(OptimConfig(), K2, params)}
     assert list(rows) == list(leaves(params))
     assert rows["embed_WD"].rule == "adamw" and rows["embed_WD"].matrices == 0
     gate = rows["moe/ffn/gate_EDF"]
     assert gate[1:5] == ("muon", 60 * 384, 7168, 2048) and gate.form == "gram"
-    assert gate.flops == 60 * 384 * (8 * 2048**2 * 7168 + 28 * 2048**3)
+    assert gate.flops == 60 * 384 * (6 * 2048**2 * 7168 + 14 * 2048**3)  # symmetric products at half
     scales = {"q_nope_QHN": 18.10, "q_rope_QHR": 12.80, "o_HVD": 18.10}  # Moonlight's rule on K2's shapes
     for name, scale in scales.items():
         assert rows[f"moe/attention/{name}"].scale == pytest.approx(scale, abs=5e-3)
-    assert rows["moe/attention/o_HVD"].form == "standard"
+    assert rows["moe/ffn/router_DE"].form == "gram" and rows["moe/ffn/router_DE"].flops == 60 * (6 * 384**2 * 7168 + 14 * 384**3)
 
-    joint = {row.path: row for row in table(OptimConfig(split="joint"), params)}
+    joint = {row.path: row for row in table(OptimConfig(split="joint"), K2, params)}
     assert joint["moe/attention/q_nope_QHN"][2:5] == (60, 1536, 12_288)
     assert joint["moe/attention/q_nope_QHN"].scale == pytest.approx(22.17, abs=5e-3)
     assert joint["moe/attention/q_rope_QHR"].matrices == joint["moe/attention/q_rope_QHR"].flops == 0

@@ -25,7 +25,10 @@ def run_of():
                 attention=attention,
                 moe=MoEConfig(**experts | (moe or {})),
             ),
-            optim=OptimConfig(**{"rule": rule, "learning_rate": 1e-2, "qk_tau": 0.03, "schedule": schedule} | (optim or {})),
+            optim=OptimConfig(
+                **{"rule": rule, "ns_dtype": "float32", "learning_rate": 1e-2, "qk_tau": 0.03, "schedule": schedule}
+                | (optim or {})
+            ),
             data=DataConfig(tokenizer="tokens"),  # none is read here
             mesh=mesh,
         )

@@ -67,7 +67,10 @@ def base(texts, cache):
             moe=MoEConfig(n_experts=4, n_active=2, d_expert=8, routed_scale=1.0),
         ),
         optim=OptimConfig(
-            learning_rate=1e-2, qk_tau=0.03, schedule=ScheduleConfig(warmup=5.0, stable=55.0, decay=40.0, anneal=0.0)
+            learning_rate=1e-2,
+            ns_dtype="float32",
+            qk_tau=0.03,
+            schedule=ScheduleConfig(warmup=5.0, stable=55.0, decay=40.0, anneal=0.0),
         ),
         data=DataConfig(
             corpus=str(texts), tokenizer="byte", web=0.7, code=0.0, math=0.3, knowledge=0.0, heldout=0.1, cache=cache
