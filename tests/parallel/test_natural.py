@@ -43,7 +43,7 @@ def trip(request, run_of):
 
 def test_there_and_back_every_bit_is_the_same(trip):
     config, _, _, natural, _, back = trip
-    state = jax.eval_shape(muonclip(config.optim, config.model.attention).init, natural[0])
+    state = jax.eval_shape(muonclip(config.optim, config.model).init, natural[0])
     assert jax.tree.structure(back[1]) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, back, natural)
 

@@ -113,7 +113,7 @@ def compile_steps(config, plan, given):
 
 def on_one_device(config, natural, given, rates):
     """Weights, moments and metrics of the plain chain."""
-    optimizer = muonclip(config.optim, config.model.attention)
+    optimizer = muonclip(config.optim, config.model)
 
     @jax.jit
     def step(params, state, gradients, rate, logit_LH):
