@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -116,7 +116,7 @@ def conclude(study: Study, corpus: Corpus, claims: Sequence[Claim], findings: di
     summary = {
         "experiment": study.name,
         "preset": options.preset,
-        "command": f"python -m experiments.{study.name} --preset {options.preset}",
+        "command": command(study),
         "corpus": {"tier": corpus.tier, "sha256": corpus.sha256, "tokens": corpus.tokens},
         "versions": _record.versions(("k2jax", "jax", "flax", "optax", "numpy")),
         "machine": _record.machine(),
@@ -135,6 +135,16 @@ def conclude(study: Study, corpus: Corpus, claims: Sequence[Claim], findings: di
     if errors:
         study.console.print(f"[red]{len(errors)} runs failed; the same command tries them again")
     return bool(errors)
+
+
+def command(study: Study) -> str:
+    """The command that does the study again: the preset, and what else was said."""
+    said = {"preset": study.options.preset}
+    for field in fields(study.options):
+        if field.name not in ("out", "cache") and getattr(study.options, field.name) != field.default:
+            said[field.name] = getattr(study.options, field.name)
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in said.items()]
+    return " ".join([f"python -m experiments.{study.name}", *words])
 
 
 def command_line(main: Callable[[Options], int], name: str, description: str, options: type[Options] = Options) -> None:

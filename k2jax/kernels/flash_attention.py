@@ -3,6 +3,9 @@
 This is the jnp form: the CPU path and the reference of every kernel. Nothing of size [T, T] is formed above one block, and
 the backward pass recomputes the probabilities from the saved log-sum-exp. The largest logit costs no further pass: it is the
 maximum of the row maxima that the softmax needs anyway.
+
+With a soft cap (Gemma 2 report) a logit s enters the softmax as `cap * tanh(s / cap)`. The statistic is then still that of s,
+before the cap: the cap bounds what attention sees, not what it is given, and it is the latter whose growth one wants to see.
 """
 
 import functools
@@ -15,7 +18,7 @@ from jaxtyping import Array, Float, Int
 MASKED = -1e30  # finite, so that a row without any allowed key gives 0 and not nan
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "block"))
+@functools.partial(jax.jit, static_argnames=("scale", "block", "soft_cap"))
 def attention(
     q_BTHY: Float[Array, "B T H Y"],
     k_BSGY: Float[Array, "B T G Y"],
@@ -24,11 +27,13 @@ def attention(
     *,
     scale: float,
     block: int,
+    soft_cap: float,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
     """Softmax attention of each query over the earlier positions of its own document, and the largest logit of each head.
 
     Head h reads key head `h // (H / G)`. Segment 0 is padding: it attends to nothing and returns 0. Logits are scaled and in
     float32; the maximum is over batch, queries and allowed keys, carries no gradient, and is -1e30 where no pair is allowed.
+    `soft_cap` bounds the logits that the softmax takes; the maximum is of those before it. At 0 it is off and costs nothing.
     """
     B, T, H, _ = q_BTHY.shape
     G = k_BSGY.shape[2]
@@ -42,7 +47,7 @@ def attention(
     q = heads_first(q_BTHY)
     q = q.reshape(B, G, H // G, *q.shape[2:])
     segments = jnp.pad(segments_BT, ((0, 0), (0, padding))).reshape(B, -1, block)
-    o, row_max = _attend(q, heads_first(k_BSGY), heads_first(v_BSGV), segments, scale)
+    o, row_max = _attend(q, heads_first(k_BSGY), heads_first(v_BSGV), segments, scale, soft_cap)
     o = o.reshape(B, H, T + padding, -1)[:, :, :T].transpose(0, 2, 1, 3)
     return o, lax.stop_gradient(row_max).max(axis=(0, 3, 4)).reshape(H)
 
@@ -54,6 +59,11 @@ def _logits(q, k, segments_q, segments_k, i, j, scale):
     t, u = jnp.arange(block)[:, None] + i * block, jnp.arange(block)[None, :] + j * block
     allowed = (segments_q[:, :, None] == segments_k[:, None, :]) & (segments_q[:, :, None] > 0) & (t >= u)[None]
     return jnp.where(allowed[:, None, None], s, MASKED)
+
+
+def _capped(s, soft_cap):
+    """`soft_cap * tanh(s / soft_cap)`, which keeps order: the cap of a maximum is the maximum of the capped."""
+    return jnp.where(s > MASKED, soft_cap * jnp.tanh(s / soft_cap), MASKED) if soft_cap else s
 
 
 def _at(x, i, axis):
@@ -68,13 +78,13 @@ def _add(x, value, i, axis):
     return _put(x, _at(x, i, axis) + value, i, axis)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q, k, v, segments, scale):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(q, k, v, segments, scale, soft_cap):
     """q [B, G, H/G, n, block, Y], k [B, G, n, block, Y], v [B, G, n, block, V] -> output like q, row maxima."""
-    return _forward(q, k, v, segments, scale)[0]
+    return _forward(q, k, v, segments, scale, soft_cap)[0]
 
 
-def _forward(q, k, v, segments, scale):
+def _forward(q, k, v, segments, scale, soft_cap):
     n = q.shape[3]
 
     def query_block(i, out):
@@ -85,8 +95,9 @@ def _forward(q, k, v, segments, scale):
             o, m, total = state
             s = _logits(q_i, _at(k, j, 2), segments_i, _at(segments, j, 1), i, j, scale)
             m_new = jnp.maximum(m, s.max(-1))
-            p = jnp.where(s > MASKED, jnp.exp(s - m_new[..., None]), 0)
-            shrink = jnp.exp(m - m_new)
+            top = _capped(m_new, soft_cap)
+            p = jnp.where(s > MASKED, jnp.exp(_capped(s, soft_cap) - top[..., None]), 0)
+            shrink = jnp.exp(_capped(m, soft_cap) - top)
             pv = jnp.einsum("bghts,bgsv->bghtv", p.astype(v.dtype), _at(v, j, 2), preferred_element_type=jnp.float32)
             return o * shrink[..., None] + pv, m_new, total * shrink + p.sum(-1)
 
@@ -94,7 +105,7 @@ def _forward(q, k, v, segments, scale):
         empty = jnp.zeros((*rows, v.shape[-1]), jnp.float32), jnp.full(rows, MASKED), jnp.zeros(rows, jnp.float32)
         o, m, total = key_block(0, empty) if n == 1 else lax.fori_loop(0, i + 1, key_block, empty)
         o = o / jnp.maximum(total, 1e-30)[..., None]
-        lse = m + jnp.log(jnp.maximum(total, 1e-30))
+        lse = _capped(m, soft_cap) + jnp.log(jnp.maximum(total, 1e-30))
         return _put(o_all, o.astype(q.dtype), i, 3), _put(max_all, m, i, 3), _put(lse_all, lse, i, 3)
 
     rows = q.shape[:-1]
@@ -103,7 +114,7 @@ def _forward(q, k, v, segments, scale):
     return (o, row_max), (q, k, v, segments, o, lse)
 
 
-def _backward(scale, saved, gradients):
+def _backward(scale, soft_cap, saved, gradients):
     q, k, v, segments, o, lse = saved
     do = gradients[0]
     n = q.shape[3]
@@ -117,10 +128,11 @@ def _backward(scale, saved, gradients):
             dq, dk, dv = state
             q_i, do_i = _at(q, i, 3), _at(do, i, 3)
             s = _logits(q_i, k_j, _at(segments, i, 1), segments_j, i, j, scale)
-            p = jnp.where(s > MASKED, jnp.exp(s - _at(lse, i, 3)[..., None]), 0)
+            p = jnp.where(s > MASKED, jnp.exp(_capped(s, soft_cap) - _at(lse, i, 3)[..., None]), 0)
             dv = dv + jnp.einsum("bghts,bghtv->bgsv", p.astype(do.dtype), do_i, preferred_element_type=jnp.float32)
             dp = jnp.einsum("bghtv,bgsv->bghts", do_i, v_j, preferred_element_type=jnp.float32)
-            ds = (p * (dp - _at(delta, i, 3)[..., None]) * scale).astype(q.dtype)
+            ds = p * (dp - _at(delta, i, 3)[..., None]) * scale
+            ds = (ds * (1 - jnp.square(jnp.tanh(s / soft_cap))) if soft_cap else ds).astype(q.dtype)
             dq = _add(dq, jnp.einsum("bghts,bgsx->bghtx", ds, k_j, preferred_element_type=jnp.float32), i, 3)
             return dq, dk + jnp.einsum("bghts,bghtx->bgsx", ds, q_i, preferred_element_type=jnp.float32), dv
 

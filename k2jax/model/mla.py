@@ -2,6 +2,12 @@
 
 MLA's projections are stored split (`q_nope`, `q_rope`, `k_nope`, `v`, `k_rope`), which is what QK-Clip and Muon act on; the
 released checkpoints fuse them per head.
+
+`attention.qk_norm` puts an RMSNorm with learned gains on every head's query and key (QK-norm, ViT-22B report), before they are
+rotated: no weight can then drive a logit past what the gains allow. In MLA the part without position and the rotated part are
+normed apart, because the rotated key is one for all heads and would not stay so if a head's own part had a say in its size.
+K2 cannot have it (report 2.1): decoding absorbs the key matrix into the query and keeps latents, not keys, and a normed key is
+no linear function of the latent.
 """
 
 from typing import NamedTuple
@@ -10,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from k2jax.config import ModelConfig
+from k2jax.config import AttentionConfig, ModelConfig
 from k2jax.kernels.flash_attention import attention
 from k2jax.model.norm import rms_norm
 from k2jax.model.rope import rotate, softmax_scale
@@ -43,29 +49,35 @@ class MLA(nnx.Module):
         self.k_nope_CHN = weight(C, H, a.d_nope)
         self.v_CHV = weight(C, H, a.d_value)
         self.o_HVD = weight(H, a.d_value, D)
+        self.q_nope_norm_N, self.k_nope_norm_N = head_gain(a, a.d_nope), head_gain(a, a.d_nope)
+        self.q_rope_norm_R, self.k_rope_norm_R = head_gain(a, a.d_rope), head_gain(a, a.d_rope)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Float[Array, " H"]]:
         """Returns the layer's output and the largest attention logit of each head."""
+        c_BSC = self.latent(x_BTD)
+        v_BSHV = project(c_BSC, self.v_CHV[...])
+        o_BTHV, max_logit_H = attend(self.config, self.query(x_BTD, context), self.key(x_BTD, c_BSC, context), v_BSHV, context)
+        return merge_heads(o_BTHV, self.o_HVD[...]), max_logit_H
+
+    def query(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H Y"]:
+        """Each head's query: its part without position, then the rotated one."""
         a, eps = self.config.attention, self.config.norm_eps
         q_BTQ = rms_norm(project(x_BTD, self.q_down_DQ[...]), self.q_norm_Q[...], eps)
-        q_nope_BTHN = project(q_BTQ, self.q_nope_QHN[...])
-        q_rope_BTHR = rotate(project(q_BTQ, self.q_rope_QHR[...]), *context[1:], a.rope.layout)
+        q_nope_BTHN = norm_heads(project(q_BTQ, self.q_nope_QHN[...]), self.q_nope_norm_N, eps)
+        q_rope_BTHR = norm_heads(project(q_BTQ, self.q_rope_QHR[...]), self.q_rope_norm_R, eps)
+        return jnp.concatenate([q_nope_BTHN, rotate(q_rope_BTHR, *context[1:], a.rope.layout)], -1)
 
-        c_BTC = rms_norm(project(x_BTD, self.kv_down_DC[...]), self.kv_norm_C[...], eps)
-        k_rope_BTHR = rotate(project(x_BTD, self.k_rope_DR[...])[:, :, None], *context[1:], a.rope.layout)
-        k_nope_BTHN = project(c_BTC, self.k_nope_CHN[...])
-        v_BTHV = project(c_BTC, self.v_CHV[...])
-        k_rope_BTHR = jnp.broadcast_to(k_rope_BTHR, (*k_nope_BTHN.shape[:3], a.d_rope))  # one key for all heads
+    def latent(self, x_BTD: Float[Array, "B S D"]) -> Float[Array, "B S C"]:
+        """The compressed key-value; decoding caches this and the rotated key, and nothing else."""
+        return rms_norm(project(x_BTD, self.kv_down_DC[...]), self.kv_norm_C[...], self.config.norm_eps)
 
-        o_BTHV, max_logit_H = attention(
-            jnp.concatenate([q_nope_BTHN, q_rope_BTHR], -1),
-            jnp.concatenate([k_nope_BTHN, k_rope_BTHR], -1),
-            v_BTHV,
-            context.segments_BT,
-            scale=softmax_scale(a),
-            block=a.block,
-        )
-        return merge_heads(o_BTHV, self.o_HVD[...]), max_logit_H
+    def key(self, x_BTD: Float[Array, "B S D"], c_BSC: Float[Array, "B S C"], context: Context) -> Float[Array, "B S H Y"]:
+        """Each head's key: its own part, from the latent, then the rotated one that all heads share."""
+        a, eps = self.config.attention, self.config.norm_eps
+        k_nope_BSHN = norm_heads(project(c_BSC, self.k_nope_CHN[...]), self.k_nope_norm_N, eps)
+        k_rope_BSHR = norm_heads(project(x_BTD, self.k_rope_DR[...])[:, :, None], self.k_rope_norm_R, eps)
+        k_rope_BSHR = rotate(k_rope_BSHR, *context[1:], a.rope.layout)
+        return jnp.concatenate([k_nope_BSHN, jnp.broadcast_to(k_rope_BSHR, (*k_nope_BSHN.shape[:3], a.d_rope))], -1)
 
 
 class GQA(nnx.Module):
@@ -78,19 +90,39 @@ class GQA(nnx.Module):
         self.k_DGR = weight(D, a.n_kv_heads, a.d_rope)
         self.v_DGV = weight(D, a.n_kv_heads, a.d_value)
         self.o_HVD = weight(a.n_heads, a.d_value, D)
+        self.q_norm_R, self.k_norm_R = head_gain(a, a.d_rope), head_gain(a, a.d_rope)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Float[Array, " H"]]:
         """Returns the layer's output and the largest attention logit of each query head."""
-        a = self.config.attention
-        o_BTHV, max_logit_H = attention(
-            rotate(project(x_BTD, self.q_DHR[...]), *context[1:], a.rope.layout),
-            rotate(project(x_BTD, self.k_DGR[...]), *context[1:], a.rope.layout),
-            project(x_BTD, self.v_DGV[...]),
-            context.segments_BT,
-            scale=softmax_scale(a),
-            block=a.block,
-        )
+        a, eps = self.config.attention, self.config.norm_eps
+        q_BTHR = norm_heads(project(x_BTD, self.q_DHR[...]), self.q_norm_R, eps)
+        k_BSGR = norm_heads(project(x_BTD, self.k_DGR[...]), self.k_norm_R, eps)
+        q_BTHR, k_BSGR = (rotate(x, *context[1:], a.rope.layout) for x in (q_BTHR, k_BSGR))
+        o_BTHV, max_logit_H = attend(self.config, q_BTHR, k_BSGR, project(x_BTD, self.v_DGV[...]), context)
         return merge_heads(o_BTHV, self.o_HVD[...]), max_logit_H
+
+
+def attend(
+    config: ModelConfig,
+    q_BTHY: Float[Array, "B T H Y"],
+    k_BSGY: Float[Array, "B S G Y"],
+    v_BSGV: Float[Array, "B S G V"],
+    context: Context,
+) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
+    """The attention core as the config has it: outputs, and the largest logit of each head, before any soft cap."""
+    a = config.attention
+    how = {"scale": softmax_scale(a), "block": a.block, "soft_cap": a.soft_cap}
+    return attention(q_BTHY, k_BSGY, v_BSGV, context.segments_BT, **how)
+
+
+def head_gain(attention: AttentionConfig, width: int) -> nnx.Param | None:
+    """Declares the gain of a norm over part of every head, one for all heads; None without `qk_norm`."""
+    return weight(width) if attention.qk_norm else None
+
+
+def norm_heads(x_BTHN: Float[Array, "B T H N"], gain_N: nnx.Param | None, eps: float) -> Float[Array, "B T H N"]:
+    """RMSNorm of every head's vector; without a gain, the vector as it is."""
+    return x_BTHN if gain_N is None else rms_norm(x_BTHN, gain_N[...], eps)
 
 
 def project(x_BTD: Float[Array, "B T D"], w: Float[Array, "D *out"]) -> Float[Array, "B T *out"]:

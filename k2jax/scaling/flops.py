@@ -66,8 +66,7 @@ def count_params(config: ModelConfig | RunConfig) -> ParamCount:
     expert = _feed_forward(model, model.moe.d_expert)
     n_experts, n_shared, n_active = model.moe.n_experts, model.moe.n_shared, model.moe.n_active
     dense = _feed_forward(model, model.d_dense)
-    norms = 2 * model.d_model + (model.attention.q_rank + model.attention.kv_rank if model.attention.kind == "mla" else 0)
-    attention = _attention(model) + norms
+    attention = _attention(model) + _norms(model)
     moe = (n_experts + n_shared) * expert + _router(model) + n_experts
     embedding = model.n_words * model.d_model
     trunk = model.n_layers * attention + model.n_dense * dense + model.n_moe * moe + 2 * embedding + model.d_model
@@ -129,6 +128,13 @@ def _attention(model: ModelConfig) -> int:
     query = d * a.q_rank + a.q_rank * a.n_heads * (a.d_nope + a.d_rope)
     key_value = d * (a.kv_rank + a.d_rope) + a.kv_rank * a.n_heads * (a.d_nope + a.d_value)
     return query + key_value + a.n_heads * a.d_value * d
+
+
+def _norms(model: ModelConfig) -> int:
+    """Gains of one layer: before its two halves, of MLA's latents, and of queries and keys under `qk_norm`."""
+    a = model.attention
+    latents = a.q_rank + a.kv_rank if a.kind == "mla" else 0
+    return 2 * model.d_model + latents + (2 * (a.d_nope + a.d_rope) if a.qk_norm else 0)
 
 
 def _feed_forward(model: ModelConfig, width: int) -> int:

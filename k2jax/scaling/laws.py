@@ -10,7 +10,8 @@ every question that leaves the data is refused unless asked for.
 
 Runs come in cells: a cell is one budget and one seed, the same batches for every sparsity. Noise has a part common to a cell
 (hard batches) and a part of its own; only the second moves a ratio of two sparsities, so the bootstrap draws them apart.
-Arrays are [sparsity, cell]; NaN stands for a run that failed.
+Arrays are [sparsity, cell]; NaN stands for a run that failed. Where update rules are compared, their names stand in for the
+sparsities.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from scipy.special import stdtrit
 INTERVAL = 0.90  # share of bootstrap fits between `low` and `high`
 RESAMPLES = 1000
 UNKNOWN_FLOOR = 0.5  # a floor that the data cannot tell lies between 0 and this share of the lowest loss
+
+Curve = int | str  # a sparsity, or the name of an update rule
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ class Interval(NamedTuple):
 class Fit(NamedTuple):
     """Curves of one sweep; the bootstrap's curves, [resample, sparsity], give every interval."""
 
-    sparsities: tuple[int, ...]
-    laws: dict[int, Law]
+    sparsities: tuple[Curve, ...]
+    laws: dict[Curve, Law]
     floor: Interval
     floor_identified: bool
     floors: np.ndarray  # [resample]
@@ -82,30 +85,35 @@ class Fit(NamedTuple):
     own_noise: float  # nats, each run's own
     own_freedom: int  # degrees of freedom behind `own_noise`
 
-    def scale(self, sparsity: int) -> Interval:
+    def scale(self, sparsity: Curve) -> Interval:
         return _interval(self.laws[sparsity].scale, self.scales[:, self.sparsities.index(sparsity)])
 
-    def exponent(self, sparsity: int) -> Interval:
+    def exponent(self, sparsity: Curve) -> Interval:
         return _interval(self.laws[sparsity].exponent, self.exponents[:, self.sparsities.index(sparsity)])
 
 
 class Difference(NamedTuple):
     """Loss of one sparsity less that of a larger one on the same batches, nats: positive if sparser is better."""
 
-    sparsity: int
-    sparser: int
+    sparsity: Curve
+    sparser: Curve
     value: float
     error: float  # standard error of `value`; NaN where nothing measures it
     freedom: int  # degrees of freedom behind the error
 
     @property
+    def margin(self) -> float:
+        """Half the width of Student's interval of 95%, nats."""
+        return float(stdtrit(max(self.freedom, 1), 0.975) * self.error)
+
+    @property
     def separated(self) -> bool:
         """Whether Student's test calls them different, at 5%."""
-        return bool(abs(self.value) > stdtrit(max(self.freedom, 1), 0.975) * self.error)
+        return bool(abs(self.value) > self.margin)
 
 
 def fit_laws(
-    sparsities: Sequence[int],
+    sparsities: Sequence[Curve],
     flops: Float[np.ndarray, "sparsity cell"],
     loss: Float[np.ndarray, "sparsity cell"],
     *,
@@ -143,7 +151,7 @@ def fit_laws(
     scale, exponent = _fit_given_floor(log_ratio, loss, np.array(floor))
     for s, b in zip(sparsities, exponent, strict=True):
         if b <= 0:
-            raise ValueError(f"the loss does not fall with compute at sparsity {s}: its fitted exponent is {b:.3g}")
+            raise ValueError(f"the loss does not fall with compute at {_name(s)}: its fitted exponent is {b:.3g}")
     scales, exponents = _fit_given_floor(log_ratio, draws.loss, floors)
     laws = {
         s: Law(floor, float(a), float(b), reference, float(np.nanmin(c)), float(np.nanmax(c)))
@@ -166,7 +174,7 @@ def common_loss(fit: Fit) -> float:
     return lowest
 
 
-def flops_ratios(fit: Fit, to: int, loss: float, *, extrapolate: bool = False) -> dict[int, Interval]:
+def flops_ratios(fit: Fit, to: Curve, loss: float, *, extrapolate: bool = False) -> dict[Curve, Interval]:
     """FLOPs of every sparsity over those of sparsity `to` at the same loss; above 1 is dearer."""
     here = fit.sparsities.index(to)
     base = fit.laws[to].flops(loss, extrapolate=extrapolate)
@@ -194,7 +202,7 @@ def paired_band(
 
 
 def paired_differences(
-    sparsities: Sequence[int],
+    sparsities: Sequence[Curve],
     loss: Float[np.ndarray, "sparsity cell"],
     budgets: Shaped[np.ndarray, " cell"],
     budget: int | float,
@@ -222,14 +230,30 @@ def paired_differences(
     return found
 
 
-def _check_points(sparsities: Sequence[int], flops: np.ndarray, loss: np.ndarray) -> None:
+def difference(names: Sequence[str], loss: Float[np.ndarray, "run seed"], first: str, second: str) -> Difference:
+    """Two of several kinds of run, seed by seed on the same batches: the loss of the first less the second's.
+
+    The error is pooled over all kinds, what the runs of a seed share taken out; NaN with fewer than two seeds.
+    """
+    own, freedom = _noise_over_seeds(loss, np.zeros(loss.shape[1]))
+    gaps = loss[list(names).index(first)] - loss[list(names).index(second)]
+    gaps = gaps[np.isfinite(gaps)]
+    value, error = (float(gaps.mean()), float(own * np.sqrt(2 / len(gaps)))) if len(gaps) else (np.nan, np.nan)
+    return Difference(first, second, value, error, freedom)
+
+
+def _check_points(sparsities: Sequence[Curve], flops: np.ndarray, loss: np.ndarray) -> None:
     if flops.shape != loss.shape or len(flops) != len(sparsities):
         raise ValueError(f"flops and loss need a row for each of {len(sparsities)} sparsities; got {flops.shape}, {loss.shape}")
     if (np.isfinite(flops) != np.isfinite(loss)).any() or (flops <= 0).any() or (loss <= 0).any():
         raise ValueError("flops and loss must be positive, and missing together as NaN")
     for s, c in zip(sparsities, flops, strict=True):
         if (n := len(np.unique(np.round(np.log(c[np.isfinite(c)]), 6)))) < 3:
-            raise ValueError(f"a curve needs at least 3 budgets; sparsity {s} has {n}")
+            raise ValueError(f"a curve needs at least 3 budgets; {_name(s)} has {n}")
+
+
+def _name(curve: Curve) -> str:
+    return curve if isinstance(curve, str) else f"sparsity {curve}"
 
 
 def _fit_given_floor(log_ratio: np.ndarray, loss: np.ndarray, floor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

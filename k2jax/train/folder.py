@@ -18,8 +18,11 @@ except ImportError:  # not on Windows, where a folder is not guarded
 
 # Fields that change neither the weights nor the result: a run may go on, and its result be read, with others. How the work is
 # divided changes them by rounding.
-FREE = ("name", "out", "eval_every", "checkpoint_every", "data.cache", "data.workers", "data.prefetch", "microbatches", "mesh")
-OURS = ("config.json", "metrics.jsonl", "result.json", "checkpoints", "tensorboard", "lock")
+FREE = (
+    *("name", "out", "eval_every", "checkpoint_every", "probe_every"),
+    *("data.cache", "data.workers", "data.prefetch", "microbatches", "mesh"),
+)
+OURS = ("config.json", "metrics.jsonl", "probes.jsonl", "result.json", "checkpoints", "tensorboard", "lock")
 
 
 class Refused(ValueError):
@@ -53,7 +56,7 @@ class Result:
     val_loss: float  # mean over the domains, weighted by the mixture
     val_loss_by_domain: dict[str, float]
     tokens_per_second: float  # while training, all else left out
-    seconds: dict[str, float]  # start, data, compile, step, evaluate, checkpoint; over all sessions of the run
+    seconds: dict[str, float]  # start, data, compile, step, evaluate (and probe), checkpoint; over all sessions of the run
     skipped_steps: int  # gradients that were not finite
     spikes: list[dict]  # see k2jax.train.diagnostics
     warnings: list[str]  # what the diagnostics found, one sentence each

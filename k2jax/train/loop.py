@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -16,14 +17,15 @@ from k2jax.allocator import keep_freed_memory
 from k2jax.config import MeshConfig, RunConfig, to_dict
 from k2jax.data.corpora import Corpus, prepare
 from k2jax.data.pipeline import Batch, Batches, heldout_batches, timed, train_batches
+from k2jax.optim.probes import probe
 from k2jax.parallel import mesh
 from k2jax.train import diagnostics, folder, hosts, metrics
 from k2jax.train.checkpoint import Checkpoints, intact
 from k2jax.train.display import Display
 from k2jax.train.folder import DiskFull, Refused, Result, is_full
-from k2jax.train.step import TrainState, abstract_state, init_state, make_eval, make_step
+from k2jax.train.step import TrainState, abstract_state, init_state, make_eval, make_step, to_natural
 
-PARTS = ("start", "data", "compile", "step", "evaluate", "checkpoint")  # of the time a run takes
+PARTS = ("start", "data", "compile", "step", "evaluate", "checkpoint")  # of the time a run takes; probes count as evaluation
 
 
 class Stopped(SystemExit):
@@ -37,9 +39,10 @@ class Diverged(RuntimeError):
 def train(config: RunConfig, *, show_progress: bool = True) -> Result:
     """Trains, or goes on training, the run that `config` describes, in the folder `config.out`.
 
-    The folder gets `config.json`, `metrics.jsonl`, TensorBoard events, checkpoints and at the end `result.json`. A run that
-    has ended is read and not run again. One that was killed goes on from its last checkpoint and ends with the same bits; on
-    another mesh it goes on too, and its numbers agree to rounding. All processes of a run call this; process 0 writes.
+    The folder gets `config.json`, `metrics.jsonl`, `probes.jsonl` if any are asked for, TensorBoard events, checkpoints and at
+    the end `result.json`. A run that has ended is read and not run again. One that was killed goes on from its last checkpoint
+    and ends with the same bits; on another mesh it goes on too, and its numbers agree to rounding. All processes of a run call
+    this; process 0 writes.
 
     Raises:
       Refused: the folder holds something else or another run; the corpus, the checkpoint, the data or the devices do not fit
@@ -243,6 +246,8 @@ def _run(session: _Session, stop: "_Stop") -> None:
     stream, stops = timed(session.batches), hosts.Ballot(session.grid) if hosts.count() > 1 else None
     for number in range(session.first + 1, config.steps + 1):
         batch, wait = next(stream)
+        probing = _due(config.probe_every, number)
+        before = _weights(session) if probing else None
         session.state, out = session.step(session.state, session.place(batch), total_tokens)
         if pending is not None:
             _record(session, pending)
@@ -251,10 +256,12 @@ def _run(session: _Session, stop: "_Stop") -> None:
         stopped = received if stops is None else stops.next(received)
         save = last or stopped or _due(config.checkpoint_every, number)
         evaluate = last or _due(config.eval_every, number)
-        if save or evaluate:
+        if save or evaluate or probing:
             # Evaluated, logged, saved, in this order: no checkpoint is ahead of its log.
             _record(session, pending, evaluate=evaluate)
             pending = None
+        if probing:
+            _probe(session, number, before)
         if save:
             _save(session)
         if stopped and not last:
@@ -302,6 +309,26 @@ def _mean(config: RunConfig, by_domain: dict[str, float]) -> float:
     """Mean over domains, weighted as the mixture is."""
     mixture = config.data.mixture
     return sum(mixture[d] * loss for d, loss in by_domain.items()) / sum(mixture[d] for d in by_domain)
+
+
+def _weights(session: _Session) -> dict:
+    """The weights in their natural form; a copy, since the next step consumes the state."""
+    if session.grid is None:
+        return _copied(session.state.params)
+    return to_natural(session.config, session.grid, session.state).params
+
+
+_copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+
+def _probe(session: _Session, number: int, before: dict) -> None:
+    """Probes the weights after step `number`, given those before it. Reads the state and nothing else."""
+    if session.grid is None:
+        probes = probe(before, session.state.params)
+    else:
+        probes = probe(before, _weights(session), NamedSharding(session.grid, PartitionSpec()))
+    session.log.probe(metrics.probe_rows(number, jax.device_get(probes)))
+    session.clock.lap("evaluate")
 
 
 def _save(session: _Session) -> None:

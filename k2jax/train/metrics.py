@@ -1,4 +1,7 @@
-"""What a run reports: one line a step in `metrics.jsonl`, never averaged, and the same numbers as TensorBoard events."""
+"""What a run reports: one line a step in `metrics.jsonl`, never averaged, and the same numbers as TensorBoard events.
+
+With `probe_every`, `probes.jsonl` has a line for every leaf and layer of each step that is probed (`k2jax.optim.probes`).
+"""
 
 import json
 import math
@@ -10,6 +13,7 @@ import numpy as np
 import tensorboardX
 
 from k2jax.config import RunConfig
+from k2jax.optim.probes import Probe
 from k2jax.scaling.flops import training_flops
 from k2jax.train.folder import write
 
@@ -41,6 +45,7 @@ def row(config: RunConfig, step: int, metrics: dict, seconds: float, data_wait: 
         "max_logit": {stack: [_number(x) for x in s.max(-1)] for stack, s in metrics["max_logit_LH"].items()},
         "heads": int(last.size),
         "heads_clipped": int(fired.sum()),
+        "heads_clipped_share": float(fired.mean()),
         "heads_ever_clipped": int((last > 0).sum()),
         "heads_ever_clipped_share": float((last > 0).mean()),
         "last_clip_step": int(last.max()) or None,
@@ -52,6 +57,19 @@ def row(config: RunConfig, step: int, metrics: dict, seconds: float, data_wait: 
         "tokens_per_second": tokens_per_second,
         "flops_per_second": tokens_per_second * training_flops(config.model, config.seq_len).total,
     }
+
+
+def probe_rows(step: int, probes: dict[str, Probe]) -> list[dict]:
+    """The lines of a probed step: step, leaf, layer, and what `Probe` has of them, None where it is not finite.
+
+    Args:
+      probes: {leaf: Probe}, fetched to the host.
+    """
+    return [
+        {"step": step, "leaf": leaf, "layer": layer} | {name: _number(x[layer]) for name, x in probe._asdict().items()}
+        for leaf, probe in probes.items()
+        for layer in range(len(probe.entropy))
+    ]
 
 
 def load_imbalance(load_LE: np.ndarray) -> list[float]:
@@ -73,7 +91,10 @@ class Log:
 
     def __init__(self, folder: Path, step: int):
         truncate(folder / "metrics.jsonl", step)
+        truncate(folder / "probes.jsonl", step)
         self._file = (folder / "metrics.jsonl").open("a")
+        self._probes = None  # opened when there is something to write
+        self._folder = folder
         # Events of steps from here on that a killed session may have left are hidden by TensorBoard.
         self._events = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, max_queue=100)
 
@@ -86,21 +107,34 @@ class Log:
         for stack, values in (max_logit_LH or {}).items():
             self._events.add_histogram(f"max_logit_of_heads/{stack}", np.asarray(values).reshape(-1), row["step"])
 
+    def probe(self, rows: list[dict]) -> None:
+        """Appends the rows of a probed step."""
+        self._probes = self._probes or (self._folder / "probes.jsonl").open("a")
+        self._probes.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        for row in rows:
+            for name in Probe._fields:
+                if row[name] is not None:
+                    self._events.add_scalar(f"{name}/{row['leaf']}/{row['layer']}", row[name], row["step"])
+
     def sync(self) -> None:
         """Puts what was written on the disk, so that no checkpoint is ahead of its log."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        for file in filter(None, (self._file, self._probes)):
+            file.flush()
+            os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Ends both files."""
-        self._file.close()
-        self._events.close()
+        """Ends the files."""
+        for file in filter(None, (self._file, self._probes, self._events)):
+            file.close()
 
 
 class NoLog:
     """What a process that writes no log has in its place."""
 
     def write(self, row: dict, max_logit_LH: dict[str, np.ndarray] | None = None) -> None:
+        """Nothing."""
+
+    def probe(self, rows: list[dict]) -> None:
         """Nothing."""
 
     def sync(self) -> None:

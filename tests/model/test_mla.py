@@ -53,11 +53,15 @@ def mla_head_by_head(layer, x_TD, scale):
     w = {name: np.asarray(value, np.float64) for name, value in nnx.to_pure_dict(nnx.state(layer)).items()}
     c_q = normed(x_TD @ w["q_down_DQ"], w["q_norm_Q"])
     c_kv = normed(x_TD @ w["kv_down_DC"], w["kv_norm_C"])
-    k_rope = turn(x_TD @ w["k_rope_DR"])
+    k_rope = x_TD @ w["k_rope_DR"]
+    k_rope = turn(normed(k_rope, w["k_rope_norm_R"]) if "k_rope_norm_R" in w else k_rope)
     y, largest = 0, []
     for h in range(w["q_nope_QHN"].shape[1]):
-        q = np.concatenate([c_q @ w["q_nope_QHN"][:, h], turn(c_q @ w["q_rope_QHR"][:, h])], 1)
-        k = np.concatenate([c_kv @ w["k_nope_CHN"][:, h], k_rope], 1)
+        q_nope, q_rope, k_nope = c_q @ w["q_nope_QHN"][:, h], c_q @ w["q_rope_QHR"][:, h], c_kv @ w["k_nope_CHN"][:, h]
+        if "q_nope_norm_N" in w:
+            q_nope, k_nope = normed(q_nope, w["q_nope_norm_N"]), normed(k_nope, w["k_nope_norm_N"])
+            q_rope = normed(q_rope, w["q_rope_norm_R"])
+        q, k = np.concatenate([q_nope, turn(q_rope)], 1), np.concatenate([k_nope, k_rope], 1)
         o, s = attend(q, k, c_kv @ w["v_CHV"][:, h], scale)
         y = y + o @ w["o_HVD"][h]
         largest.append(s)
@@ -69,8 +73,10 @@ def gqa_head_by_head(layer, x_TD, scale):
     y, largest = 0, []
     for h in range(4):
         g = h // 2  # two query heads a key head
-        q, k = turn(x_TD @ w["q_DHR"][:, h]), turn(x_TD @ w["k_DGR"][:, g])
-        o, s = attend(q, k, x_TD @ w["v_DGV"][:, g], scale)
+        q, k = x_TD @ w["q_DHR"][:, h], x_TD @ w["k_DGR"][:, g]
+        if "q_norm_R" in w:
+            q, k = normed(q, w["q_norm_R"]), normed(k, w["k_norm_R"])
+        o, s = attend(turn(q), turn(k), x_TD @ w["v_DGV"][:, g], scale)
         y = y + o @ w["o_HVD"][h]
         largest.append(s)
     return y, np.array(largest)
@@ -144,3 +150,72 @@ def test_packed_documents_equal_separate_ones(kind, config):
         largest.append(logit)
         start += n
     np.testing.assert_allclose(max_logit, np.max(largest, axis=0), rtol=1e-6)
+
+
+def with_qk_norm(config):
+    return replace(config, attention=replace(config.attention, qk_norm=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "reference"), [(MLA, MLA_CONFIG, mla_head_by_head), (GQA, GQA_CONFIG, gqa_head_by_head)]
+)
+def test_qk_norm_equals_a_reference_head_by_head(kind, config, reference):
+    layer = build(lambda: kind(with_qk_norm(config)), 0.4, 0)
+    gains = [getattr(layer, name) for name in vars(layer) if "_norm_N" in name or name.endswith("_norm_R")]
+    assert len(gains) == (4 if kind is MLA else 2) and all((gain[...] == 1).all() for gain in gains)
+    for i, gain in enumerate(gains):
+        gain[...] = 1 + 0.3 * jnp.cos(i + jnp.arange(gain.shape[0]))  # of every channel its own
+    x = jax.random.normal(jax.random.key(1), (1, 9, 12))
+    y, max_logit = jax.jit(layer)(x, context_for(config, *one_document(1, 9)))
+    expected = reference(layer, np.asarray(x[0], np.float64), softmax_scale(config.attention))
+    np.testing.assert_allclose(y[0], expected[0], atol=1e-5)
+    np.testing.assert_allclose(max_logit, expected[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "config"), [(MLA, MLA_CONFIG), (GQA, GQA_CONFIG)])
+def test_qk_norm_bounds_the_logits_by_the_gains_whatever_the_weights(kind, config):
+    """A normed vector of width d is at most sqrt(d) times its largest gain long: no logit exceeds sqrt(d) times two of them."""
+    x = jax.random.normal(jax.random.key(1), (2, 9, 12))
+    context = context_for(config, *one_document(2, 9))
+    bound = np.sqrt(config.attention.d_nope + config.attention.d_rope)
+
+    def largest(config):
+        graphdef, weights = nnx.split(build(lambda: kind(config), 100.0, 0))
+        return weights, jax.jit(lambda weights: nnx.merge(graphdef, weights)(x, context)[1])
+
+    weights, max_logit = largest(with_qk_norm(config))
+    assert (0.3 * bound < max_logit(weights)).all() and (max_logit(weights) <= bound * (1 + 1e-5)).all()
+    for name in ("q_nope_norm_N", "q_rope_norm_R") if kind is MLA else ("q_norm_R",):
+        weights[name] = jax.tree.map(lambda gain: 0.1 * gain, weights[name])
+    assert (max_logit(weights) <= 0.1 * bound * (1 + 1e-5)).all()
+    weights, max_logit = largest(config)
+    assert (max_logit(weights) > 1e5).all()
+
+
+def test_decoding_from_the_latent_can_not_have_qk_norm():
+    """MLA's decoding keeps latents c, not keys, and gives a query q the logits (q W_k^T) c: linear in c. A normed key is not
+    linear in c, so no matrix W_k^T, nor any other vector in place of q W_k^T, gives its logits (report 2.1)."""
+    S, C, N = 40, MLA_CONFIG.attention.kv_rank, MLA_CONFIG.attention.d_nope
+    x = jax.random.normal(jax.random.key(1), (1, S, 12))
+    context = context_for(MLA_CONFIG, *one_document(1, S))
+
+    def nope_logits(config):
+        layer = build(lambda: MLA(config), 0.4, 0)
+        c_BSC = layer.latent(x)
+        q_THN, k_SHN, c_SC = (
+            np.array(y[0], np.float64) for y in (layer.query(x, context), layer.key(x, c_BSC, context), c_BSC)
+        )
+        return layer, q_THN[..., :N], c_SC, np.einsum("thn,shn->hts", q_THN[..., :N], k_SHN[..., :N])
+
+    def unexplained(c_SC, logits_HTS):
+        """What the best vectors in place of q W_k^T, found for every query and head by least squares, leave of the logits."""
+        y_S = logits_HTS.reshape(-1, S).T
+        best, *_ = np.linalg.lstsq(c_SC, y_S, rcond=None)
+        return np.linalg.norm(c_SC @ best - y_S) / np.linalg.norm(y_S)
+
+    layer, q_THN, c_SC, logits_HTS = nope_logits(MLA_CONFIG)
+    absorbed_THC = np.einsum("thn,chn->thc", q_THN, layer.k_nope_CHN[...])
+    np.testing.assert_allclose(np.einsum("thc,sc->hts", absorbed_THC, c_SC), logits_HTS, atol=1e-5 * np.abs(logits_HTS).max())
+    assert S > C and unexplained(c_SC, logits_HTS) < 1e-5
+    _, _, c_SC, logits_HTS = nope_logits(with_qk_norm(MLA_CONFIG))
+    assert unexplained(c_SC, logits_HTS) > 0.1

@@ -1,10 +1,16 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from k2jax.config import AttentionConfig, OptimConfig
+from k2jax.config import AttentionConfig, ModelConfig, OptimConfig
+from k2jax.model import mla
+from k2jax.model.rope import look_up
+from k2jax.model.weights import build, fill
 from k2jax.optim.qk_clip import qk_clip
 
 MLA = AttentionConfig(n_heads=3, n_kv_heads=3)
@@ -140,6 +146,72 @@ def test_gqa_bounds_the_logits_in_both_modes(mode, normal, inputs):
     else:
         np.testing.assert_array_equal(new["k_DGR"][:, :, 1 - hot], old["k_DGR"][:, :, 1 - hot])
         assert (new["k_DGR"][:, :, hot] != old["k_DGR"][:, :, hot]).any()
+
+
+LAYERS = {
+    "mla": AttentionConfig(n_heads=3, n_kv_heads=3, q_rank=7, kv_rank=5, d_nope=4, d_rope=6, d_value=3, block=4),
+    "mla, soft cap": AttentionConfig(
+        n_heads=3, n_kv_heads=3, q_rank=7, kv_rank=5, d_nope=4, d_rope=6, d_value=3, block=4, soft_cap=0.5
+    ),
+    "gqa": AttentionConfig(kind="gqa", n_heads=6, n_kv_heads=2, d_nope=0, d_rope=6, d_value=3, block=4),
+}
+
+
+@functools.cache
+def attention_layer(name):
+    """The model's own layer: a weight tree with it alone, and the jitted `(tree, x, segments) -> max_logit_LH`."""
+    config = ModelConfig(d_model=12, dtype="float32", attention=LAYERS[name])
+    graphdef, state = nnx.split(build(lambda: (mla.MLA if name.startswith("mla") else mla.GQA)(config), 0.4, 0))
+    weights = nnx.to_pure_dict(state)
+
+    @jax.jit
+    def max_logit_LH(params, x_BTD, segments_BT):
+        layer = fill(graphdef, state, jax.tree.map(lambda w: w[0], params["moe"]["attention"]))
+        positions = jnp.tile(jnp.arange(x_BTD.shape[1]), (x_BTD.shape[0], 1))
+        context = mla.Context(segments_BT, *look_up(config.attention.rope, 6, x_BTD.shape[1], positions))
+        return {"moe": layer(x_BTD, context)[1][None]}
+
+    return {"moe": {"attention": jax.tree.map(lambda w: np.asarray(w)[None], weights)}}, max_logit_LH
+
+
+@pytest.mark.parametrize(("name", "mode"), [("mla", "group"), ("mla, soft cap", "group"), ("gqa", "group"), ("gqa", "query")])
+def test_a_layer_run_again_on_its_inputs_has_its_hot_heads_at_tau(name, mode, normal):
+    """The real layer, forward, clip, forward: what the report's algorithm promises of the batch it saw, to rounding."""
+    (params, forward), x = attention_layer(name), normal({"x": (2, 9, 12)}, 5)["x"]
+    segments = np.repeat([[1, 1, 1, 1, 2, 2, 2, 0, 0]], 2, 0)
+    before = np.asarray(forward(params, x, segments)["moe"][0])
+    tau = float(np.sort(before)[-2] * 0.9)  # two heads are over it
+    config = OptimConfig(qk_tau=tau, qk_gqa=mode)
+    new = apply(params, clipped(config, LAYERS[name], params, {"moe": before[None]}))
+    after = np.asarray(forward(new, x, segments)["moe"][0])
+    own = tau / np.maximum(tau, before)
+    gamma = np.repeat(own.reshape(2, 3).min(1), 3) if (name, mode) == ("gqa", "group") else own
+    assert (own < 1).sum() == 2
+    np.testing.assert_allclose(after[own < 1].max(), tau, rtol=1e-5)
+    np.testing.assert_allclose(after, gamma * before, rtol=1e-5)
+    np.testing.assert_array_equal(after[gamma == 1], before[gamma == 1])
+    if name == "mla, soft cap":
+        assert before.max() > LAYERS[name].soft_cap  # the clip goes by what the cap is given
+    old, new = params["moe"]["attention"], new["moe"]["attention"]
+    scaled = {"q_nope_QHN", "q_rope_QHR", "k_nope_CHN", "q_DHR"} | ({"k_DGR"} if mode == "group" else set())
+    for leaf in old:
+        if leaf not in scaled:
+            np.testing.assert_array_equal(new[leaf], old[leaf])
+        elif leaf != "k_DGR":
+            np.testing.assert_array_equal(new[leaf][:, :, gamma == 1], old[leaf][:, :, gamma == 1])
+
+
+def test_heads_with_only_negative_logits_or_none_are_left_alone(normal):
+    (params, forward), x = attention_layer("gqa"), normal({"x": (2, 9, 12)}, 5)["x"]
+    layer = params["moe"]["attention"]
+    k_DGR = -layer["q_DHR"][:, :, ::3]  # a document of one token has the logit -|q|^2 in the head that shares it
+    params = {"moe": {"attention": layer | {"q_DHR": np.repeat(-k_DGR, 3, 2), "k_DGR": k_DGR}}}
+    for segments in (np.tile(np.arange(1, 10), (2, 1)), np.zeros((2, 9), int)):
+        logits = forward(params, 30 * x, segments)
+        assert (logits["moe"] < -100).all() and np.isfinite(logits["moe"]).all()
+        for scope in ("head", "layer"):
+            new = apply(params, clipped(OptimConfig(qk_tau=1e-3, qk_scope=scope), LAYERS["gqa"], params, logits))
+            jax.tree.map(np.testing.assert_array_equal, new, params)
 
 
 def test_every_stack_is_clipped_by_its_own_rows(shapes, normal):

@@ -52,6 +52,8 @@ def test_deepseek_v3_has_671_billion():
         small(n_dense=0),
         small(n_dense=3),
         small(attention=GQA),
+        small(attention=replace(GQA, qk_norm=True)),
+        small(attention=replace(small().attention, qk_norm=True), n_mtp=1),
         small(moe=MoEConfig(n_experts=8, n_active=8, n_shared=0, d_expert=16)),
         small(moe=MoEConfig(n_experts=8, n_active=4, n_shared=2, n_groups=4, n_active_groups=2, d_expert=16)),
         k2.config().model,

@@ -10,7 +10,9 @@ from k2jax.train.folder import Refused
 def test_the_same_run_may_come_back_and_other_ways_of_reporting_may_differ(small):
     with folder.claim(small):
         pass
-    free = replace(small, name="x", eval_every=1, checkpoint_every=2, data=replace(small.data, workers=2, prefetch=0))
+    free = replace(
+        small, name="x", eval_every=1, checkpoint_every=2, probe_every=3, data=replace(small.data, workers=2, prefetch=0)
+    )
     with folder.claim(free):
         pass
 

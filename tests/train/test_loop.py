@@ -65,12 +65,20 @@ def test_a_run_leaves_what_it_promises_and_is_not_run_twice(small, capsys):
     assert (small.out / "metrics.jsonl").stat().st_mtime_ns == touched
 
 
-def test_evaluations_and_checkpoints_between_steps_leave_no_trace(small, tmp_path):
-    often = replace(small, out=tmp_path / "often", eval_every=1, checkpoint_every=1)
+def test_evaluations_checkpoints_and_probes_between_steps_leave_no_trace(small, tmp_path):
+    often = replace(small, out=tmp_path / "often", eval_every=1, checkpoint_every=1, probe_every=5)
     never = replace(small, out=tmp_path / "never", eval_every=0, checkpoint_every=0)
     train(often, show_progress=False)
     train(never, show_progress=False)
     assert_same_run(often, never)
+    rows = metrics.read(often.out / "probes.jsonl")
+    assert {(row["step"], row["layer"]) for row in rows} == {(5, 0), (10, 0)} and not (never.out / "probes.jsonl").exists()
+    assert {"moe/attention/q_nope_QHN", "moe/ffn/gate_EDF", "moe/ffn/router_DE"} <= {row["leaf"] for row in rows}
+    rates = {row["step"]: row["learning_rate"] for row in metrics.read(often.out / "metrics.jsonl")}
+    for row in rows:
+        assert 0 < row["entropy"] <= 1 and row["weight_rms"] > 0 and row["spectral_norm"] > row["weight_rms"]
+        # Muon moves a matrix by 0.2 of the rate; with decay, the clip, and Newton-Schulz's own spread, about so.
+        assert 0.05 < row["update_rms"] / rates[row["step"]] < 0.5, row
 
 
 @pytest.mark.slow
@@ -139,7 +147,7 @@ def wait_for_step(config, process, step):
 
 
 def test_a_run_killed_at_any_moment_ends_with_the_same_bits(small, tmp_path, programs):
-    small = replace(small, steps=80, checkpoint_every=9, eval_every=17)
+    small = replace(small, steps=80, checkpoint_every=9, eval_every=17, probe_every=13)
     whole, broken = replace(small, out=tmp_path / "whole"), replace(small, out=tmp_path / "broken")
     log = tmp_path / "log.txt"
     assert start(whole, tmp_path, programs, log).wait(300) == 0, log.read_text()
@@ -163,6 +171,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(small, tmp_path, pro
     assert log.read_text().count("going on after step") >= 2
     assert [r["step"] for r in metrics.read(broken.out / "metrics.jsonl")] == list(range(1, 81)), targets
     assert_same_run(whole, broken)
+    assert (whole.out / "probes.jsonl").read_text() == (broken.out / "probes.jsonl").read_text()
     results = [json.loads((c.out / "result.json").read_text()) for c in (whole, broken)]
     for name in ("train_loss", "val_loss", "val_loss_by_domain", "spikes", "heads"):
         assert results[0][name] == results[1][name]

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 
+from k2jax.optim.probes import Probe
 from k2jax.train import metrics
 
 
@@ -44,14 +45,21 @@ def test_a_number_that_is_not_finite_is_null(small):
 
 
 def test_clip_telemetry_of_a_synthetic_trace(small):
-    """Heads fire at steps 2 and 3 and never again: the counts say how many ever did, and when last."""
+    """Heads fire at steps 2 and 3 and never again: the counts say how many do, how many ever did, and when last."""
+    names = ("heads_clipped", "heads_clipped_share", "heads_ever_clipped", "heads_ever_clipped_share", "last_clip_step")
     last, seen = np.zeros((2, 2), np.int32), []
     for step, fired in enumerate([[], [(0, 1)], [(0, 1), (1, 0)], [], []], start=1):
         for head in fired:
             last[head] = step
         row = metrics.row(small, step, fetched(fired, last.copy()), 1.0, 0.0)
-        seen.append([row[k] for k in ("heads_clipped", "heads_ever_clipped", "heads_ever_clipped_share", "last_clip_step")])
-    assert seen == [[0, 0, 0.0, None], [1, 1, 0.25, 2], [2, 2, 0.5, 3], [0, 2, 0.5, 3], [0, 2, 0.5, 3]]
+        seen.append([row[name] for name in names])
+    assert seen == [
+        [0, 0.0, 0, 0.0, None],
+        [1, 0.25, 1, 0.25, 2],
+        [2, 0.5, 2, 0.5, 3],
+        [0, 0.0, 2, 0.5, 3],
+        [0, 0.0, 2, 0.5, 3],
+    ]
 
 
 def test_a_run_that_goes_on_has_every_step_once(small, tmp_path):
@@ -69,6 +77,29 @@ def test_a_run_that_goes_on_has_every_step_once(small, tmp_path):
     assert [r["step"] for r in rows] == list(range(1, 11))
     assert [r["loss"] for r in rows] == [1.0] * 5 + [2.0] * 5
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_probes_have_a_row_a_leaf_and_layer_and_once_only_after_a_kill(tmp_path):
+    def probes(entropy):
+        return {
+            "moe/ffn/router_DE": Probe(*(np.array(x) for x in ([9.0, 8.0], [entropy, np.nan], [3.0, 2.0], [0.1, 0.2], [0, 0])))
+        }
+
+    for first, entropy in ((0, 0.5), (3, 0.25)):
+        log = metrics.Log(tmp_path, first)
+        for step in (2, 4) if not first else (4,):
+            log.probe(metrics.probe_rows(step, probes(entropy)))
+        log.sync()
+        log.close()
+    rows = metrics.read(tmp_path / "probes.jsonl")
+    assert [(row["step"], row["layer"], row["entropy"]) for row in rows] == [
+        (2, 0, 0.5),
+        (2, 1, None),
+        (4, 0, 0.25),
+        (4, 1, None),
+    ]
+    names = ["step", "leaf", "layer", "spectral_norm", "entropy", "effective_rank", "weight_rms", "update_rms"]
+    assert list(rows[0]) == names and rows[1]["spectral_norm"] == 8.0 and rows[0]["leaf"] == "moe/ffn/router_DE"
 
 
 def test_names_of_scalars():
