@@ -9,7 +9,7 @@ r_h. The weights are real ones of MLA, one number a head and leaf, and `k2jax.op
 3. The clip ends by itself: the last step that fires is T log(max r_h / lambda), where weight decay overtakes growth.
 4. What the clip lets through over tau is the growth of one step, since it divides by the logit of the forward pass before.
 
-    python -m experiments.clip_dynamics            five seconds; claims, figure.png and summary.json
+    python -m experiments.clip_dynamics            ten seconds; claims, figure.png and summary.json
     python -m experiments.clip_dynamics --tau 30 --hot 40
 
 Time is in thousands of steps. The defaults are set by hand so that an eighth of the heads meets tau, the first at about 7, the

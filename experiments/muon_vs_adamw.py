@@ -299,7 +299,7 @@ def as_json(analysis: Analysis) -> dict:
 
 def draw(study: Study, rows: Sequence[dict], analysis: Analysis, entropy: Mapping[str, tuple[float, float]]) -> None:
     """Writes `figure.png`."""
-    budgets = {r["rung"]: r["flops"] for r in rows}
+    budgets = {r["rung"]: float(r["flops"]) for r in rows}
     rules = [
         plots.Rule(
             rule,

@@ -82,7 +82,8 @@ def main(options: Options) -> int:
     trained, corpus, errors = train(opened, [placed(opened, name, config) for name, (_, config) in keys.items()])
     runs = collect({key: trained[name] for name, (key, _) in keys.items() if name in trained})
     by_hand = _heads.clip_by_hand(runs.arms["muon"][0].config) if runs.arms["muon"] else None
-    _figures.save(draw(runs, f"{options.preset}, corpus {corpus.tier}"), opened.folder / "figure.png")
+    if any(runs.arms.values()):
+        _figures.save(draw(runs, f"{options.preset}, corpus {corpus.tier}"), opened.folder / "figure.png")
     return conclude(opened, corpus, claims(runs, by_hand), findings(runs, by_hand), errors)
 
 

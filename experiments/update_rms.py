@@ -24,21 +24,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from matplotlib.axes import Axes
 
 from configs import llama
 from experiments import _figures, _study
 from experiments._study import Claim, Options, Study, Trained
-from k2jax.config import OptimConfig, RunConfig
-from k2jax.model import transformer
-from k2jax.optim import probes
-from k2jax.optim.muon import MuonState, blocks_of, by_path, nested, scale_by_muon
+from experiments._updates import Update, random_updates, trained_updates, weight_rms
+from k2jax.config import RunConfig
 from k2jax.scaling import laws
-from k2jax.train import metrics
-from k2jax.train.checkpoint import Checkpoints
 
 RMS = (0.05, 0.1, 0.2, 0.4, 0.8)
 MUON = tuple(f"rms{rms:g}" for rms in RMS)
@@ -54,7 +48,6 @@ SMOKE = ("adamw", "rms0.2", "rms0.8", "update_norm", "steps10")  # of BASE, sinc
 LONG = {"decay": {}, "no_decay": {"weight_decay": 0.0}}
 EARLY = 0.36  # of a long run: 24k of the report's 66k steps
 POINTS = 25  # validations of a long run
-SHAPES = ((32, 32), (32, 128), (128, 32), (64, 512), (256, 256), (48, 1024))
 SEEDS = {"smoke": 1, "default": 3, "full": 5}
 TIE = 0.011  # nats between the validation losses of 0.2 and 0.4 in the report's table 8, which calls them alike
 WITHIN = (0.14, 0.23)  # RMS that 5 steps of Jordan's polynomial leave of 0.2: its singular values lie in 0.68 to 1.13
@@ -135,55 +128,6 @@ def course(trained: Mapping[str, Trained], n_seeds: int) -> Course | None:
     for key, rows in known.items():
         loss[key][: len(rows)] = [r["val_loss"] for r in rows]
     return Course(np.array(steps), loss)
-
-
-class Update(NamedTuple):
-    """The update of a matrix."""
-
-    name: str
-    n: int
-    m: int
-    rms: float  # after scaling
-
-
-def random_updates(config: OptimConfig) -> list[Update]:
-    """Updates of normal matrices of several shapes."""
-    rng = np.random.default_rng(0)
-    momentum = {f"random{i}": {"w_DF": jnp.asarray(rng.standard_normal(s), jnp.float32)} for i, s in enumerate(SHAPES)}
-    return updates_of(config, 0, momentum)
-
-
-def trained_updates(run: RunConfig) -> list[Update]:
-    """Updates from the momenta at a run's end, as a step without a gradient would have them."""
-    with Checkpoints(run.out / "checkpoints") as saved:
-        states = jax.tree.leaves(saved.restore(run).state.opt_state, is_leaf=lambda x: isinstance(x, MuonState))
-    momentum = next(state.momentum for state in states if isinstance(state, MuonState))
-    return updates_of(run.optim, run.model.d_model, nested(by_path(momentum)))
-
-
-def updates_of(config: OptimConfig, d_model: int, momentum: dict) -> list[Update]:
-    """Every matrix's update, from a tree of momenta."""
-    out, _ = jax.jit(scale_by_muon(config, d_model).update)(jax.tree.map(jnp.zeros_like, momentum), MuonState(momentum))
-    leaves, found = by_path(out), []
-    for block in blocks_of(out, "split"):
-        x_bnm = np.asarray(leaves[block.paths[0]]).reshape(block.count, block.n, block.m)
-        name = block.paths[0][-1]
-        found += [Update(name, block.n, block.m, float(np.sqrt(np.mean(np.square(x))))) for x in x_bnm]
-    return found
-
-
-def weight_rms(runs: Sequence[Trained]) -> list[tuple[int, float]]:
-    """RMS of all that Muon moves on the way of some runs, their mean: (step, RMS)."""
-    squares: dict[int, list[tuple[int, float]]] = {}
-    for run in runs:
-        sizes = {"/".join(path): n * m for path, (n, m) in probes.matrices(transformer.abstract(run.config.model)[0]).items()}
-        for r in metrics.read(run.config.out / "probes.jsonl"):
-            squares.setdefault(r["step"], []).append((sizes[r["leaf"]], r["weight_rms"] ** 2))
-    found = []
-    for step, parts in sorted(squares.items()):
-        weight, square = np.array(parts).T
-        found.append((step, float(np.sqrt(np.average(square, weights=weight)))))
-    return found
 
 
 Verdict = Literal["pass", "fail", "untested"]

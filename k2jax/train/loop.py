@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -315,10 +315,17 @@ def _weights(session: _Session) -> dict:
     """The weights in their natural form; a copy, since the next step consumes the state."""
     if session.grid is None:
         return _copied(session.state.params)
-    return to_natural(session.config, session.grid, session.state).params
+    # Waited for: programs that exchange data must not run beside each other.
+    return jax.block_until_ready(to_natural(session.config, session.grid, session.state).params)
 
 
 _copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+
+def _gathered(grid: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """What makes an array that is spread over a mesh one of a single device, the same on every process."""
+    gather = jax.jit(lambda x: x, out_shardings=NamedSharding(grid, PartitionSpec()))
+    return lambda x: jax.block_until_ready(gather(x)).addressable_data(0)
 
 
 def _probe(session: _Session, number: int, before: dict) -> None:
@@ -326,8 +333,8 @@ def _probe(session: _Session, number: int, before: dict) -> None:
     if session.grid is None:
         probes = probe(before, session.state.params)
     else:
-        probes = probe(before, _weights(session), NamedSharding(session.grid, PartitionSpec()))
-    session.log.probe(metrics.probe_rows(number, jax.device_get(probes)))
+        probes = probe(before, _weights(session), _gathered(session.grid))
+    session.log.probe(metrics.probe_rows(number, probes))
     session.clock.lap("evaluate")
 
 

@@ -63,7 +63,7 @@ def probe_rows(step: int, probes: dict[str, Probe]) -> list[dict]:
     """The lines of a probed step: step, leaf, layer, and what `Probe` has of them, None where it is not finite.
 
     Args:
-      probes: {leaf: Probe}, fetched to the host.
+      probes: {leaf: Probe}.
     """
     return [
         {"step": step, "leaf": leaf, "layer": layer} | {name: _number(x[layer]) for name, x in probe._asdict().items()}

@@ -6,25 +6,23 @@ import numpy as np
 import pytest
 
 from configs import llama
-from experiments import _study, update_rms
+from experiments import _study, _updates, update_rms
 from experiments._study import Options
+from experiments._updates import Update, random_updates, updates_of
 from experiments.update_rms import (
     BASE,
     LONG,
     Budget,
     Course,
     Found,
-    Update,
     better,
     claims,
     losses,
     mean,
     no_better,
-    random_updates,
     runs_of,
     said,
     tie,
-    updates_of,
 )
 from k2jax.config import OptimConfig, differences
 from k2jax.scaling.laws import Difference
@@ -125,7 +123,7 @@ def test_verdicts_on_a_gap():
 
 
 def test_updates_have_the_size_that_is_asked_for_whatever_their_shape(monkeypatch):
-    monkeypatch.setattr(update_rms, "SHAPES", ((8, 64),))
+    monkeypatch.setattr(_updates, "SHAPES", ((8, 64),))
     config = OptimConfig(ns_dtype="float32")
     (random,) = random_updates(config)
     assert (random.n, random.m) == (8, 64) and 0.14 < random.rms < 0.23
@@ -149,7 +147,7 @@ def test_a_whole_study_trains_measures_and_draws(tmp_path, texts, in_process, mo
     monkeypatch.setattr(update_rms, "BUDGETS", {"smoke": Budget(16, 1, 6, 8, 4, 2e-2, 2e-2)})
     monkeypatch.setattr(update_rms, "SMOKE", ("rms0.2",))
     monkeypatch.setattr(update_rms, "POINTS", 4)
-    monkeypatch.setattr(update_rms, "SHAPES", ((8, 64),))
+    monkeypatch.setattr(_updates, "SHAPES", ((8, 64),))
     whole = llama.config
 
     def small(*args):

@@ -1,7 +1,6 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from k2jax.optim.probes import compare_entropy, effective_rank, probe, spectral_norm, svd_entropy
 
@@ -91,18 +90,6 @@ def test_a_tree_is_probed_matrix_by_matrix(steps):
         np.testing.assert_allclose(got.weight_rms, np.sqrt((x**2).mean((1, 2, 3))), rtol=1e-5)
     change = attention["o_HVD"] - before["moe"]["attention"]["o_HVD"]
     np.testing.assert_allclose(probes["moe/attention/o_HVD"].update_rms, np.sqrt((change**2).mean((1, 2, 3))), rtol=1e-5)
-
-
-def test_trees_on_a_mesh_give_the_numbers_of_one_device(steps):
-    few = [{"moe": {"o_HVD": tree["moe"]["attention"]["o_HVD"], "gate_EDF": tree["moe"]["ffn"]["gate_EDF"]}} for tree in steps]
-    grid = jax.make_mesh((2, 4), ("pipeline", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    specs = {
-        "moe": {"o_HVD": PartitionSpec(None, None, None, "pipeline"), "gate_EDF": PartitionSpec(None, "expert", "pipeline")}
-    }
-    shardings = jax.tree.map(lambda spec: NamedSharding(grid, spec), specs)
-    got = probe(*jax.device_put(few, [shardings, shardings]), NamedSharding(grid, PartitionSpec()))
-    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(got))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, probe(*few))
 
 
 def test_entropies_are_compared_over_all_matrices(steps):

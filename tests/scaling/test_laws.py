@@ -4,6 +4,7 @@ import pytest
 from k2jax.scaling.laws import (
     Law,
     common_loss,
+    difference,
     fit_laws,
     flops_ratios,
     paired_band,
@@ -155,3 +156,29 @@ def test_band_leaves_out_shared_noise():
         return float((high - low).mean())
 
     assert width(0.05, 1e-3) < 0.3 * width(1e-3, 0.05)
+
+
+def test_two_of_several_kinds_of_run_are_compared_seed_by_seed():
+    rng = np.random.default_rng(0)
+    means, seeds = np.array([3.0, 3.05, 3.2])[:, None], 0.3 * rng.standard_normal((1, 40))
+    loss = means + seeds + 0.02 * rng.standard_normal((3, 40))
+    gap = difference(("a", "b", "c"), loss, "c", "a")
+    assert gap.value == pytest.approx((loss[2] - loss[0]).mean())
+    assert gap.error == pytest.approx(0.02 * np.sqrt(2 / 40), rel=0.2)  # what the seed does to all is no error
+    assert gap.freedom == 2 * 39 and gap.separated and gap.margin == pytest.approx(1.99 * gap.error, rel=0.01)
+    assert difference(("a", "b", "c"), loss, "a", "c").value == -gap.value
+    loss[2, 1:] = np.nan
+    alone = difference(("a", "b", "c"), loss, "c", "a")
+    assert alone.value == pytest.approx(loss[2, 0] - loss[0, 0]) and not alone.separated and np.isnan(alone.error)
+    assert np.isnan(difference(("a", "b", "c"), np.full((3, 2), np.nan), "b", "a").value)
+
+
+def test_curves_may_be_named_instead_of_numbered():
+    flops, loss, _ = planted(n_budgets=4, n_seeds=1, span=20, common=0.0, own=0.0)
+    rules = ("adamw", "muon")
+    fit = fit_laws(rules, flops[[0, 3]], loss[[0, 3]], floor=FLOOR)
+    ratio = flops_ratios(fit, "adamw", common_loss(fit))["muon"]
+    assert ratio.value == pytest.approx(1 / COST[8], rel=1e-6)
+    assert fit.exponent("muon").value == pytest.approx(EXPONENT, rel=1e-6)
+    with pytest.raises(ValueError, match="at least 3 budgets; adamw has 2"):
+        fit_laws(rules, flops[:2, :2], loss[:2, :2])

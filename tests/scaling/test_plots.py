@@ -2,7 +2,7 @@ import numpy as np
 from PIL import Image
 
 from k2jax.scaling.laws import Difference, common_loss, fit_laws, flops_ratios
-from k2jax.scaling.plots import Panel, caption, plot_sparsity, separation
+from k2jax.scaling.plots import Panel, Rule, caption, plot_rules, plot_sparsity, separation
 
 SPARSITIES = (8, 48)
 
@@ -39,3 +39,19 @@ def test_separation_names_what_is_and_what_is_not():
     assert "separated at 5%: 8 > 16, 32 < 48." in text
     assert "Not separated: 16 and 32." in text
     assert "Nothing measures the error between 8 and 16" in separation([Difference(8, 16, 0.05, float("nan"), 0)])
+
+
+def test_figure_of_rules_has_both_curves_and_every_rate(tmp_path):
+    colours = (("adamw", "C0"), ("muon", "C3"))
+    names, flops = ("adamw", "muon"), np.tile(np.array([1e11, 2e11, 4e11]), (2, 1))
+    loss = np.array([[3.5], [3.3]]) * (flops / 1e11) ** -0.1
+    fit = fit_laws(names, flops, loss, resamples=20)
+    grids = [{c: {5e-3: x + 0.2, 1e-2: x} for c, x in zip(*row, strict=True)} for row in zip(flops, loss, strict=True)]
+    rules = [Rule(name, name, colour, flops[i], loss[i], grids[i]) for i, (name, colour) in enumerate(colours)]
+    sizes = {}
+    for name, given in (("fitted", fit), ("bare", None)):
+        path = tmp_path / f"{name}.png"
+        at_loss = common_loss(fit) if given else None
+        plot_rules(path, "title", rules, given, at_loss, [(0.8, 0.9), (0.7, 0.8)], "a note")
+        sizes[name] = (np.asarray(Image.open(path).convert("L")) < 128).sum()
+    assert sizes["fitted"] > sizes["bare"]

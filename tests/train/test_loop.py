@@ -83,7 +83,7 @@ def test_evaluations_checkpoints_and_probes_between_steps_leave_no_trace(small, 
 
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh_and_agrees_to_rounding(small, tmp_path, monkeypatch, capsys):
-    one = replace(small, batch=8, eval_every=0, checkpoint_every=0)
+    one = replace(small, batch=8, eval_every=0, checkpoint_every=0, probe_every=12)
     whole, moved = replace(one, out=tmp_path / "whole"), replace(one, out=tmp_path / "moved")
     expected = train(whole, show_progress=False)
     record = loop._record
@@ -108,6 +108,11 @@ def test_a_run_goes_on_on_another_mesh_and_agrees_to_rounding(small, tmp_path, m
     for name in ("loss", "grad_norm", "update_rms"):
         np.testing.assert_allclose([row[name] for row in others], [row[name] for row in rows], rtol=1e-4)
     np.testing.assert_allclose(result.val_loss, expected.val_loss, rtol=1e-5)
+    probes, others = (metrics.read(c.out / "probes.jsonl") for c in (whole, moved))
+    for a, b in zip(probes, others, strict=True):
+        assert (a["step"], a["leaf"], a["layer"]) == (b["step"], b["leaf"], b["layer"])
+        for name in ("spectral_norm", "entropy", "weight_rms", "update_rms"):
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-3, err_msg=str((a["leaf"], name)))
 
 
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read(small):
