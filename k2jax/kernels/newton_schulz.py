@@ -211,9 +211,9 @@ def _polynomial(r: Float[Array, "b n n"], row: Row, dtype: str) -> Float[Array, 
 
 def _apply(p: Float[Array, "b k k"], x: Float[Array, "b n m"], dtype: str, tall: bool) -> Float[Array, "b n m"]:
     """The symmetric [k, k] polynomial times X, from the right where the short side is the last."""
-    p, x = p.astype(dtype), x.astype(dtype)
     pair = (x, p) if tall else (p, x)
-    return jnp.matmul(*pair, precision=symmetric.PRECISION, preferred_element_type=symmetric.sums(dtype))
+    product = functools.partial(jnp.matmul, precision=symmetric.PRECISION, preferred_element_type=symmetric.sums(dtype))
+    return symmetric.with_operands(product, dtype, *pair)
 
 
 def _check(table: Table) -> None:

@@ -111,8 +111,8 @@ def attend(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
     """The attention core as the config has it: outputs, and the largest logit of each head, before any soft cap."""
     a = config.attention
-    how = {"scale": softmax_scale(a), "block": a.block, "soft_cap": a.soft_cap}
-    return attention(q_BTHY, k_BSGY, v_BSGV, context.segments_BT, **how)
+    scale, cap = softmax_scale(a), a.soft_cap
+    return attention(q_BTHY, k_BSGY, v_BSGV, context.segments_BT, scale=scale, block=a.block, soft_cap=cap)
 
 
 def head_gain(attention: AttentionConfig, width: int) -> nnx.Param | None:

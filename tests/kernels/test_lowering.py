@@ -109,13 +109,13 @@ def test_symmetric_product_compiles_for_h100_at_k2s_shapes_without_spilling_regi
     assert program.count(TRITON) == 1
 
 
-@pytest.mark.parametrize("shape", [(64, 1536, 128), (64, 512, 128), (64, 1536, 64)])
+@pytest.mark.parametrize("shape", [(64, 1536, 128), (64, 128, 512)])
 def test_newton_schulz_on_chip_compiles_for_h100_at_mlas_heads_as_one_kernel(compile_h100, shape):
     program = compile_h100(lambda x: ns.newton_schulz(x, TABLE, "bfloat16"), shape, jnp.float32, **NO_SPILLS)
     assert program.count(TRITON) == 1 and "dot(" not in program and "copy(" not in program
 
 
 def test_newton_schulz_compiles_for_h100_without_copies_or_transpositions(compile_h100):
-    program = compile_h100(lambda x: ns.newton_schulz(x, TABLE, "bfloat16"), (2, 640, 384), jnp.float32)
-    assert program.count(TRITON) == 16  # of the Gram form's 2 + 3 steps: two X X^T, five P, three Q and three R of two products
+    program = compile_h100(lambda x: ns.newton_schulz(x, TABLE[:2], "bfloat16"), (2, 640, 384), jnp.float32)
+    assert program.count(TRITON) == 6  # the Gram form's X X^T, two P, the next R in two products, their Q
     assert "copy(" not in program and "transpose(" not in program

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -227,16 +229,18 @@ def test_inner_product_with_the_sign_is_the_nuclear_norm():
     np.testing.assert_allclose(np.sum(np.asarray(sign, np.float64) * g), nuclear, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "bf16"), ("float16", "f16")])
 @FORMS
-def test_operands_are_in_half_precision_and_sums_in_float32(kernel, dtype):
-    dots = matmuls(lambda x: kernel(x, JORDAN, dtype), jnp.zeros((1, 32, 96)))
-    assert all(d.outvars[0].aval.dtype == jnp.float32 for d in dots)
-    with_x = [d for d in dots if any(v.aval.shape[-1] == 96 for v in d.invars)]
-    squares = [d for d in dots if d not in with_x]
-    assert all(v.aval.dtype == dtype for d in with_x for v in d.invars)
-    r = dtype if kernel is ns.standard else jnp.float32
-    assert squares and all(v.aval.dtype == r for d in squares for v in d.invars)
+def test_operands_are_in_half_precision_and_sums_in_float32(kernel, dtype, name):
+    traced = jax.jit(lambda x: kernel(x, JORDAN, dtype)).trace(jnp.zeros((1, 32, 96)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()  # a CPU rounds operands and multiplies them in float32
+    dots = re.findall(r"stablehlo.dot_general .*: \(tensor<(.*)>, tensor<(.*)>\) -> tensor<(.*)>", text)
+    assert all(result.endswith("xf32") for *_, result in dots)
+    with_x = [operands for *operands, _ in dots if any("x96x" in shape for shape in operands)]
+    squares = [operands for *operands, _ in dots if operands not in with_x]
+    assert with_x and all(shape.endswith(f"x{name}") for operands in with_x for shape in operands)
+    r = name if kernel is ns.standard else "f32"
+    assert squares and all(shape.endswith(f"x{r}") for operands in squares for shape in operands)
 
 
 def test_coefficients_end_with_their_last_row_repeated():

@@ -222,7 +222,9 @@ def test_table_describes_k2_without_allocating():
     scales = {"q_nope_QHN": 18.10, "q_rope_QHR": 12.80, "o_HVD": 18.10}  # Moonlight's rule on K2's shapes
     for name, scale in scales.items():
         assert rows[f"moe/attention/{name}"].scale == pytest.approx(scale, abs=5e-3)
-    assert rows["moe/ffn/router_DE"].form == "gram" and rows["moe/ffn/router_DE"].flops == 60 * (6 * 384**2 * 7168 + 14 * 384**3)
+    assert rows["moe/ffn/router_DE"].form == "gram" and rows["moe/ffn/router_DE"].flops == 60 * (
+        6 * 384**2 * 7168 + 14 * 384**3
+    )
 
     joint = {row.path: row for row in table(OptimConfig(split="joint"), K2, params)}
     assert joint["moe/attention/q_nope_QHN"][2:5] == (60, 1536, 12_288)
