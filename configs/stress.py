@@ -33,7 +33,7 @@ class Size(NamedTuple):
 # sees it; from batch to batch a head's largest logit varies by 6% even with fixed weights, so that some always does.
 SIZES = {
     "smoke": Size(32, 2, 4, 32, 8, steps=40, stress=0.1, tau=5.0, healthy=0.02, healthy_steps=40, low_tau=0.3),
-    "default": Size(64, 4, 8, 64, 16, steps=640, stress=0.036, tau=100.0, healthy=0.01, healthy_steps=400, low_tau=8.0),
+    "default": Size(64, 4, 8, 64, 16, steps=800, stress=0.035, tau=100.0, healthy=0.01, healthy_steps=400, low_tau=8.0),
     "full": Size(128, 6, 8, 128, 32, steps=2000, stress=0.03, tau=100.0, healthy=0.007, healthy_steps=2000, low_tau=12.0),
 }
 

@@ -37,11 +37,12 @@ def mark(ax: Axes, level: float, name: str) -> None:
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """The mean of the `width` values up to each, of fewer at the start."""
-    total = np.cumsum(np.concatenate([[0.0], values]))
-    last = np.arange(1, len(values) + 1)
-    first = np.maximum(last - width, 0)
-    return (total[last] - total[first]) / (last - first)
+    """The mean of the `width` values up to each, of fewer at the start and where some are not finite."""
+    finite = np.isfinite(values)
+    sums = np.cumsum(np.stack([np.where(finite, values, 0.0), finite]), axis=1)
+    before = np.concatenate([np.zeros((2, width)), sums], axis=1)[:, : len(values)]
+    total, count = sums - before
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -1,13 +1,14 @@
 """How long does an optimizer step take: MuonClip, `optax.contrib.muon`, AdamW? Run: python -m experiments.bench_optimizer
 
 All three update the same leaves from the same gradients, in turn within every round: `sweep`, the sparsity sweep's largest
-model (512 experts); `100m`, a dense model of 100M weights; `k2_experts`, the matrices of one of K2's experts, 7168 x 2048.
-optax's Muon is told our matrices (stacks are batches, heads stay together) and our scale; that its first update of them is ours
-is checked before a clock runs. Then Newton-Schulz alone in each form and with each set of coefficients, and what QK-Clip and
-its statistic add to a training step. Six minutes on two cores; `--trees sweep` half a minute.
+model (512 experts); `100m`, K2's architecture in 100M weights (64 experts of 512 x 128 a layer); `k2_experts`, a tall and a
+wide matrix, gate and down, of one of K2's experts, 7168 x 2048. optax's Muon is told our matrices (stacks are batches, heads
+stay together) and our scale, and that its first update of them is ours is checked. Then Newton-Schulz alone in each form and
+with each set of coefficients, and what QK-Clip and its statistic add to a training step. Four minutes on two idle cores;
+`--trees sweep` half a minute.
 
-Prints medians and spreads. `ratio_to_optax` has each side's default precision (ours: the preset's, float32 for the sweep and
-K2's bfloat16 operands with float32 sums elsewhere; optax: the gradient's float32), `ratio_equal_precision` float32 on both.
+Prints medians and spreads. `ratio_to_optax` has each side's default precision (ours: K2's bfloat16 operands with float32 sums;
+optax: the gradient's float32), `ratio_equal_precision` float32 on both.
 """
 
 import json
@@ -30,7 +31,7 @@ from experiments import _record
 from experiments._timing import interleaved
 from k2jax.allocator import keep_freed_memory
 from k2jax.axes import axes_of
-from k2jax.config import AttentionConfig, ModelConfig, OptimConfig, RunConfig
+from k2jax.config import AttentionConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig
 from k2jax.kernels import newton_schulz as ns
 from k2jax.kernels import symmetric
 from k2jax.kernels.flash_attention import attention
@@ -41,6 +42,7 @@ from k2jax.optim.qk_clip import qk_clip
 from k2jax.train.step import init_state, make_step
 
 Name = Literal["sweep", "100m", "k2_experts"]
+ROUNDS = {"sweep": 8, "100m": 2, "k2_experts": 1}  # of a tree, for each round asked for
 RATE, DECAY, RMS = 1e-2, 0.1, 0.2
 FLOAT32 = OptimConfig(rule="muon", weight_decay=DECAY, clip_norm=0.0, ns_dtype="float32", update_rms=RMS)
 
@@ -50,7 +52,7 @@ class Bench:
     """Trees and rounds."""
 
     trees: tuple[Name, ...] = ("sweep", "100m", "k2_experts")  # which parameters to update
-    rounds: int = 3  # timings of each program, interleaved; the sweep's small tree gets five times as many
+    rounds: int = 2  # timings of each program, interleaved; smaller trees get more, as ROUNDS says
     json: bool = False  # print one JSON object instead of tables
 
     def __post_init__(self):
@@ -63,9 +65,10 @@ def model_of(name: Name) -> ModelConfig:
     if name == "sweep":
         return ladder.config(64, "default").model
     if name == "100m":
-        attention = AttentionConfig(n_heads=10, n_kv_heads=10, q_rank=384, kv_rank=192, d_nope=64, d_rope=32, d_value=64)
-        shape = {"n_words": 32_768, "d_model": 640, "n_layers": 13, "n_dense": 13, "d_dense": 1792}
-        return ModelConfig(**shape, dtype="float32", attention=attention)
+        attention = AttentionConfig(n_heads=8, n_kv_heads=8, q_rank=192, kv_rank=64, d_nope=32, d_rope=16, d_value=32)
+        moe = MoEConfig(n_experts=64, d_expert=128)
+        shape = {"n_words": 8192, "d_model": 512, "n_layers": 8, "n_dense": 1, "d_dense": 9 * 128}
+        return ModelConfig(**shape, dtype="float32", attention=attention, moe=moe)
     return ModelConfig()
 
 
@@ -73,7 +76,7 @@ def tree_of(name: Name) -> dict:
     """A tree's shapes."""
     if name == "k2_experts":
         d, f = model_of(name).d_model, model_of(name).moe.d_expert
-        shapes = {"gate_EDF": (1, 1, d, f), "up_EDF": (1, 1, d, f), "down_EFD": (1, 1, f, d)}
+        shapes = {"gate_EDF": (1, 1, d, f), "down_EFD": (1, 1, f, d)}
         return {"moe": {"ffn": {leaf: jax.ShapeDtypeStruct(shape, jnp.float32) for leaf, shape in shapes.items()}}}
     return transformer.abstract(model_of(name))[0]
 
@@ -98,7 +101,7 @@ def dimensions(path: tuple[str, ...], ndim: int) -> optax.contrib.MuonDimensionN
 
 
 def optimizers(name: Name) -> dict[str, optax.GradientTransformation]:
-    """Name -> optimizer; ours in the preset's precision and in float32."""
+    """Name -> optimizer; ours in its default precision and in float32."""
     model = model_of(name)
 
     def ours(config: OptimConfig) -> optax.GradientTransformation:
@@ -108,7 +111,7 @@ def optimizers(name: Name) -> dict[str, optax.GradientTransformation]:
     numbers = nested({path: dimensions(path, x.ndim) for path, x in by_path(tree_of(name)).items()})
     adam = {"adam_b1": FLOAT32.adam_b1, "adam_b2": FLOAT32.adam_b2, "adam_weight_decay": DECAY}
     return {
-        "ours": ours(replace(FLOAT32, ns_dtype=ladder.config().optim.ns_dtype if name == "sweep" else OptimConfig.ns_dtype)),
+        "ours": ours(replace(FLOAT32, ns_dtype=OptimConfig.ns_dtype)),
         "ours_float32": ours(FLOAT32),
         "optax_muon": optax.contrib.muon(
             RATE, weight_decay=DECAY, consistent_rms=RMS, muon_weight_dimension_numbers=lambda _: numbers, **adam
@@ -129,12 +132,12 @@ def stepper(tx: optax.GradientTransformation, params: dict, grads: dict) -> Call
     return lambda: step(params, state, grads)
 
 
-def check_same_work(programs: dict[str, Callable], params: dict) -> float:
+def same_work(ours: dict, theirs: dict, before: dict) -> float:
     """How far optax's first update is from ours in float32, relative, at the worst of Muon's leaves; ValueError beyond 1e-3.
 
-    Its AdamW leaves take Nesterov's form, which is another update of the same cost.
+    The three are weights. AdamW's leaves of optax's Muon take Nesterov's form, which is another update of the same cost.
     """
-    ours, theirs, before = by_path(programs["ours_float32"]()[0]), by_path(programs["optax_muon"]()[0]), by_path(params)
+    ours, theirs, before = map(by_path, (ours, theirs, before))
     matrices = [path for path in before if rule_of(FLOAT32, path) == "muon"]
     moved = {path: (ours[path] - before[path], theirs[path] - before[path]) for path in matrices}
     apart = {path: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for path, (a, b) in moved.items()}
@@ -148,9 +151,16 @@ def time_tree(name: Name, rounds: int) -> dict:
     """Milliseconds a step of each optimizer on one tree."""
     shapes = tree_of(name)
     params, grads = drawn(shapes, 0), drawn(shapes, 1)
-    programs = {key: stepper(tx, params, grads) for key, tx in optimizers(name).items()}
-    apart = check_same_work(programs, params)
-    times = interleaved(programs, rounds)
+    moved: dict[str, dict] = {}
+
+    def kept(key: str, step: Callable) -> Callable:
+        def run():
+            moved[key], state = step()
+            return moved[key], state
+
+        return run
+
+    times = interleaved({key: kept(key, stepper(tx, params, grads)) for key, tx in optimizers(name).items()}, rounds)
     ms = {key: statistics.median(x) for key, x in times.items()}
     return {
         "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
@@ -161,7 +171,7 @@ def time_tree(name: Name, rounds: int) -> dict:
         "ratio_to_optax": _paired(times["ours"], times["optax_muon"]),
         "ratio_equal_precision": _paired(times["ours_float32"], times["optax_muon"]),
         "spread_ms": {key: [min(x), max(x)] for key, x in times.items()},
-        "first_update_apart": apart,
+        "first_update_apart": same_work(moved["ours_float32"], moved["optax_muon"], params),
     }
 
 
@@ -171,32 +181,31 @@ def _paired(a: list[float], b: list[float]) -> float:
 
 
 def time_forms(name: Name, rounds: int) -> dict[str, dict]:
-    """Milliseconds of Newton-Schulz alone over the stack that costs most, by form and by set of coefficients; float32."""
+    """Milliseconds of Newton-Schulz alone over the stack that costs most, by form, set of coefficients and operands' dtype.
+
+    Of the larger trees a few matrices: more of them only take longer. Those of K2 have half their sides.
+    """
     leaves = {path: x for path, x in by_path(tree_of(name)).items() if rule_of(FLOAT32, path) == "muon"}
     block = max(blocks_of(nested(leaves), "split"), key=lambda b: b.count * ns.flops(b.n, b.m, 5, "standard"))
-    x = jnp.asarray(np.random.default_rng(2).standard_normal((block.count, block.n, block.m), np.float32))
-    if name != "sweep":
-        x = x[:1]  # a batch of these only takes longer
+    n, m = (block.n // 2, block.m // 2) if name == "k2_experts" else (block.n, block.m)
+    count = {"sweep": block.count, "100m": 32, "k2_experts": 1}[name]
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((count, n, m), np.float32))
     programs = {}
     for form, kernel in (("standard", ns.standard), ("gram", ns.gram)):
         for products, side in (("symmetric products", symmetric.MIN_SIDE), ("plain products", sys.maxsize)):
-            if products == "plain products" or min(block.n, block.m) >= symmetric.MIN_SIDE:
+            if products == "plain products" or min(n, m) >= symmetric.MIN_SIDE:
                 with mock.patch.object(symmetric, "MIN_SIDE", side):
-                    programs[f"{form}, {products}"] = _compiled(kernel, x, ns.coefficients("jordan", 5))
+                    programs[f"{form}, {products}"] = _compiled(kernel, x, ns.coefficients("jordan", 5), "float32")
     for table, steps in (("you", 5), ("polar_express", 5), ("eight_two", 10)):
-        programs[f"{table}, {steps} steps"] = _compiled(_chosen, x, ns.coefficients(table, steps))
+        programs[f"{table}, {steps} steps"] = _compiled(ns.newton_schulz, x, ns.coefficients(table, steps), "float32")
+    for dtype in ("bfloat16", "float16"):
+        programs[dtype] = _compiled(ns.newton_schulz, x, ns.coefficients("jordan", 5), dtype)
     times = interleaved(programs, rounds)
-    matrix = f"{x.shape[0]} of {block.n} x {block.m}"
-    return {key: {"ms": statistics.median(t), "matrices": matrix} for key, t in times.items()}
+    return {key: {"ms": statistics.median(t), "matrices": f"{count} of {n} x {m}"} for key, t in times.items()}
 
 
-def _chosen(x, table, dtype):
-    return ns.newton_schulz(x, table, dtype)
-
-
-def _compiled(kernel: Callable, x: jax.Array, table: ns.Table) -> Callable[[], jax.Array]:
-    # In the chunks that training takes them in.
-    (program := jax.jit(lambda x: ns.map_chunks(lambda x: (kernel(x, table, "float32"),), x))).lower(x)
+def _compiled(kernel: Callable, x: jax.Array, table: ns.Table, dtype: str) -> Callable[[], jax.Array]:
+    program = jax.jit(lambda x: ns.map_chunks(lambda x: (kernel(x, table, dtype),), x))  # in chunks, as in training
     jax.block_until_ready(program(x))
     return lambda: program(x)
 
@@ -262,7 +271,7 @@ def main(bench: Bench) -> dict:
     trees, forms = {}, {}
     with console.status("") as status:
         for name in bench.trees:
-            rounds = bench.rounds * (5 if name == "sweep" else 1)
+            rounds = bench.rounds * ROUNDS[name]
             status.update(f"{name}: {rounds} rounds of four optimizers")
             trees[name] = time_tree(name, rounds)
             status.update(f"{name}: Newton-Schulz by form")
@@ -284,7 +293,7 @@ def show(result: dict) -> None:
         spread = ", ".join(f"{key} {low:,.1f} to {high:,.1f}" for key, (low, high) in r["spread_ms"].items())
         print(f"            spread: {spread}")
     for name, found in result["forms"].items():
-        print(f"\nNewton-Schulz, float32, {name}: {next(iter(found.values()))['matrices']}")
+        print(f"\nNewton-Schulz, float32 and Jordan's set unless said, {name}: {next(iter(found.values()))['matrices']}")
         for key, r in found.items():
             print(f"  {key:32s}{r['ms']:10,.1f} ms")
     c = result["clip"]

@@ -4,7 +4,7 @@ The model of `configs/stress.py` (4 layers of 8 heads) is trained at a learning 
 decay, so that logits grow as they do in the report at 9B active parameters. All runs see the same batches; they differ in the
 rule alone: AdamW, Muon, Muon with a soft cap on the logits (tau * tanh(logit / tau)), MuonClip, and the naive clip, which
 scales every head of a layer by the layer's worst. Updates match in size by construction (0.2 root mean square). AdamW and
-Muon also run at lower rates, since one that suits both does not exist. The claims, as the list of the report's has them:
+Muon also run at a tenth of the rate, at which both learn best. The claims, as the list of the report's has them:
 
 13  Muon drives the largest logit up faster than AdamW.
 14  Without a clip it passes 10 tau (the report: 1000 at tau = 100; its scale stays untested here).
@@ -24,9 +24,10 @@ borne out is a result: the exit status is 0. A killed experiment goes on where i
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from configs import stress
 from experiments import _figures, _heads
@@ -41,75 +42,61 @@ ARMS = {
     "muonclip": "MuonClip",
 }
 COLOURS = {"adamw": "tab:blue", "muon": "tab:red", "softcap": "tab:orange", "naive": "tab:purple", "muonclip": "tab:green"}
-FRACTIONS = {"smoke": (1.0,), "default": (1.0, 0.3, 0.1), "full": (1.0, 0.3, 0.1)}  # of the stress rate, for AdamW and Muon
+LOW = 0.1  # of the stress rate, for AdamW and Muon once more
 SEEDS = {"smoke": 1, "default": 1, "full": 2}
 FEW = 0.25  # share of the heads; twice the report's 12.7%
 SILENT = 0.5  # of the steps, the last ones, in which no head is clipped; the report's are silent for 70%
 
 
-class Runs(NamedTuple):
-    """The runs that have ended."""
-
-    arms: dict[str, list[Trained]]  # under stress, over seeds
-    rates: dict[tuple[str, float], list[Trained]]  # (rule, fraction of the stress rate) -> over seeds
+Runs = dict[str, list[Trained]]  # arm -> over seeds; a key of ARMS, or one with "_low" at its end
 
 
-def plan(options: Options) -> dict[tuple[str, float, int], RunConfig]:
-    """(arm, fraction of the stress rate, seed) -> its run; a seed changes weights and data order alike, an arm neither."""
-    runs = {}
-    for seed in range(options.seeds or SEEDS[options.preset]):
-        base = replace(stress.config(options.preset), seed=seed, data_seed=seed)
-        for arm in ARMS:
-            for fraction in FRACTIONS[options.preset] if arm in ("adamw", "muon") else (1.0,):
-                runs[arm, fraction, seed] = _arm(base, arm, fraction)
-    return runs
+def plan(options: Options) -> dict[tuple[str, int], RunConfig]:
+    """(arm, seed) -> its run; a seed changes weights and data order alike, an arm neither."""
+    low = () if options.preset == "smoke" else ("adamw_low", "muon_low")
+    return {
+        (arm, seed): _arm(replace(stress.config(options.preset), seed=seed, data_seed=seed), arm)
+        for seed in range(options.seeds or SEEDS[options.preset])
+        for arm in (*ARMS, *low)
+    }
 
 
-def _arm(base: RunConfig, arm: str, fraction: float) -> RunConfig:
+def _arm(base: RunConfig, name: str) -> RunConfig:
+    arm, rate = name.removesuffix("_low"), base.optim.learning_rate * (LOW if name.endswith("_low") else 1)
     rule = arm if arm in ("adamw", "muon") else "muon" if arm == "softcap" else "muonclip"
-    scope = "layer" if arm == "naive" else "head"
-    optim = replace(base.optim, rule=rule, qk_scope=scope, learning_rate=fraction * base.optim.learning_rate)
+    optim = replace(base.optim, rule=rule, qk_scope="layer" if arm == "naive" else "head", learning_rate=rate)
     cap = base.optim.qk_tau if arm == "softcap" else 0.0
     return replace(base, optim=optim, model=replace(base.model, attention=replace(base.model.attention, soft_cap=cap)))
 
 
 def main(options: Options) -> int:
     """Runs the experiment; returns the exit status."""
-    opened = study("muonclip_stability", options)
-    keys = {}
-    for (arm, fraction, seed), config in plan(options).items():
-        keys[f"{arm}_rate{config.optim.learning_rate:.2g}_seed{seed}"] = (arm, fraction, seed), config
-    trained, corpus, errors = train(opened, [placed(opened, name, config) for name, (_, config) in keys.items()])
-    runs = collect({key: trained[name] for name, (key, _) in keys.items() if name in trained})
-    by_hand = _heads.clip_by_hand(runs.arms["muon"][0].config) if runs.arms["muon"] else None
-    if any(runs.arms.values()):
+    opened, planned = study("muonclip_stability", options), plan(options)
+    names = {key: f"{key[0]}_seed{key[1]}" for key in planned}
+    trained, corpus, errors = train(opened, [placed(opened, names[key], config) for key, config in planned.items()])
+    runs: Runs = {arm: [] for arm in (*ARMS, "adamw_low", "muon_low")}
+    for key, name in names.items():
+        if name in trained:
+            runs[key[0]].append(trained[name])
+    by_hand = _heads.clip_by_hand(runs["muon"][0].config) if runs["muon"] else None
+    if trained:
         _figures.save(draw(runs, f"{options.preset}, corpus {corpus.tier}"), opened.folder / "figure.png")
     return conclude(opened, corpus, claims(runs, by_hand), findings(runs, by_hand), errors)
-
-
-def collect(trained: dict[tuple[str, float, int], Trained]) -> Runs:
-    """Sorts runs by what they are compared for."""
-    arms = {arm: [run for (a, f, _), run in trained.items() if a == arm and f == 1] for arm in ARMS}
-    rates: dict[tuple[str, float], list[Trained]] = {}
-    for (arm, fraction, _), run in trained.items():
-        if arm in ("adamw", "muon"):
-            rates.setdefault((arm, fraction), []).append(run)
-    return Runs(arms, rates)
 
 
 def claims(runs: Runs, by_hand: _heads.ByHand | None) -> list[Claim]:
     """Every claim with what was measured and its verdict; untested where a run is missing or nothing happened."""
     return [
-        _same_rate(runs),
-        _best_rate(runs),
-        _explodes(runs.arms["muon"]),
+        _faster(runs),
+        _faster_where_both_learn(runs),
+        _explodes(runs["muon"]),
         _exact(by_hand),
-        _bounded(runs.arms["muonclip"]),
-        _innocent(by_hand, runs.arms["naive"]),
-        _few(runs.arms["muonclip"]),
-        _ends(runs.arms["muonclip"]),
+        _bounded(runs["muonclip"]),
+        _innocent(by_hand, runs["naive"]),
+        _few(runs["muonclip"]),
+        _ends(runs["muonclip"]),
         _spikes(runs),
-        _soft_cap(runs.arms["softcap"]),
+        _soft_cap(runs["softcap"]),
     ]
 
 
@@ -126,47 +113,34 @@ def _tau(run: Trained) -> float:
     return run.config.optim.qk_tau
 
 
-def _same_rate(runs: Runs) -> Claim:
-    """13 at one rate: the step at which the largest logit passes tau."""
+def _faster(runs: Runs) -> Claim:
+    """13 under stress: the step at which the largest logit passes tau."""
     text = "Muon drives the largest logit up faster than AdamW, at one learning rate"
-    pairs = list(zip(runs.arms["muon"], runs.arms["adamw"], strict=False))
+    pairs = list(zip(runs["muon"], runs["adamw"], strict=False))
     if not pairs:
         return _claim("13a", text, "no pair of runs", None)
     passed = [[_heads.first_above(_heads.largest(run.rows), _tau(run)) for run in pair] for pair in pairs]
-    losses = [_numbers((_loss(run) for run in arm), "{:.2f}") for arm in (runs.arms["muon"], runs.arms["adamw"])]
-    measured = (
-        f"tau is passed at step {_numbers(m for m, _ in passed)} (Muon), {_numbers(a for _, a in passed)} (AdamW); "
-        f"validation {losses[0]} and {losses[1]} nats"
-    )
+    measured = f"tau is passed at step {_numbers(m for m, _ in passed)} (Muon), {_numbers(a for _, a in passed)} (AdamW)"
+    measured = f"{measured}; {_losses(pairs)}"
     if any(m is None and a is None for m, a in passed):
         return _claim("13a", text, measured, None)
     return _claim("13a", text, measured, all(m is not None and (a is None or m < a) for m, a in passed))
 
 
-def _best_rate(runs: Runs) -> Claim:
-    """13 where both rules learn: the largest logit at the end, each rule at its best rate of the grid."""
-    text = "the same, each rule at the learning rate where its loss is lowest"
-    best = {rule: best_rate(runs, rule) for rule in ("muon", "adamw")}
-    grid = {rule: sum(r == rule for r, _ in runs.rates) for rule in best}
-    if min(grid.values()) < 2:
-        return _claim("13b", text, "one learning rate alone", None)
-    ends = {rule: [_heads.settled(_heads.largest(run.rows)) for run in best[rule]] for rule in best}
-    measured = "; ".join(
-        f"{ARMS[rule]} at {found[0].config.optim.learning_rate:g} ends at {_numbers(ends[rule])}, "
-        f"validation {_numbers(map(_loss, found), '{:.2f}')}"
-        for rule, found in best.items()
-    )
-    return _claim("13b", text, measured, min(ends["muon"]) > max(ends["adamw"]))
+def _faster_where_both_learn(runs: Runs) -> Claim:
+    """13 at the low rate: the largest logit at the end."""
+    text = f"the same at {LOW:g} of that rate, where both learn"
+    pairs = list(zip(runs["muon_low"], runs["adamw_low"], strict=False))
+    if not pairs:
+        return _claim("13b", text, "no pair of runs", None)
+    ends = [[_heads.settled(_heads.largest(run.rows)) for run in pair] for pair in pairs]
+    measured = f"at the end {_numbers(m for m, _ in ends)} (Muon), {_numbers(a for _, a in ends)} (AdamW); {_losses(pairs)}"
+    return _claim("13b", text, measured, all(m > a for m, a in ends))
 
 
-def best_rate(runs: Runs, rule: str) -> list[Trained]:
-    """The runs of a rule at the learning rate whose mean validation loss is lowest."""
-    found = [seeds for (r, _), seeds in runs.rates.items() if r == rule]
-    return min(found, key=lambda seeds: np.mean([_loss(run) for run in seeds]), default=[])
-
-
-def _loss(run: Trained) -> float:
-    return run.result.val_loss
+def _losses(pairs: Sequence[tuple[Trained, Trained]]) -> str:
+    losses = [_numbers((run.result.val_loss for run in arm), "{:.2f}") for arm in zip(*pairs, strict=True)]
+    return f"validation {losses[0]} and {losses[1]} nats"
 
 
 def _explodes(muon: Sequence[Trained]) -> Claim:
@@ -244,11 +218,11 @@ def _ends(clipped: Sequence[Trained]) -> Claim:
 
 def _spikes(runs: Runs) -> Claim:
     text = "no loss spikes with MuonClip"
-    if not runs.arms["muonclip"]:
+    if not runs["muonclip"]:
         return _claim("19", text, "no run", None)
-    count = {arm: sum(len(run.result.spikes) for run in found) for arm, found in runs.arms.items() if found}
+    count = {arm: sum(len(run.result.spikes) for run in found) for arm, found in runs.items() if found}
     measured = ", ".join(f"{arm} {n}" for arm, n in count.items())
-    skipped = sum(run.result.skipped_steps for run in runs.arms["muonclip"])
+    skipped = sum(run.result.skipped_steps for run in runs["muonclip"])
     return _claim("19", text, measured, count["muonclip"] == skipped == 0)
 
 
@@ -266,11 +240,10 @@ def _soft_cap(capped: Sequence[Trained]) -> Claim:
 
 def findings(runs: Runs, by_hand: _heads.ByHand | None) -> dict:
     """What `summary.json` holds beside the claims."""
-    every = {run.config.name: run for found in (*runs.arms.values(), *runs.rates.values()) for run in found}
     return {
-        "runs": [_run_as_json(run) for run in every.values()],
+        "runs": [_run_as_json(run) for found in runs.values() for run in found],
         "clip_by_hand": None if by_hand is None else by_hand._asdict(),
-        "naive_collateral_share": [collateral(run) for run in runs.arms["naive"]],
+        "naive_collateral_share": [collateral(run) for run in runs["naive"]],
     }
 
 
@@ -297,76 +270,75 @@ def _run_as_json(run: Trained) -> dict:
     }
 
 
-def draw(runs: Runs, title: str):
-    """The figure: largest logits, heads at the clip, losses, and logits against the learning rate."""
+def draw(runs: Runs, title: str) -> Figure:
+    """The figure: largest logits, heads at the clip, losses, and logits at the low rate."""
     figure, axes = _figures.panels(2, 2, f"Attention logits under five rules: {title}")
-    some = next(run for found in runs.arms.values() for run in found)
-    _draw_logits(axes[0, 0], runs, _tau(some))
+    _draw_logits(axes[0, 0], runs)
     _draw_heads(axes[0, 1], runs)
     _draw_losses(axes[1, 0], runs)
-    _draw_rates(axes[1, 1], runs, _tau(some))
+    _draw_low(axes[1, 1], runs)
     return figure
 
 
-def _draw_logits(ax, runs: Runs, tau: float) -> None:
-    for arm, found in runs.arms.items():
-        for i, run in enumerate(found):
-            values = _heads.largest(run.rows)
-            ax.plot(np.arange(len(values)) + 1, values, color=COLOURS[arm], lw=1.1, label=ARMS[arm] if i == 0 else None)
+def _curves(ax: Axes, found: Sequence[Trained], values, arm: str, label: str) -> None:
+    """A curve a seed over the steps, one of them labelled."""
+    for i, run in enumerate(found):
+        steps = np.arange(len(run.rows)) + 1
+        ax.plot(steps, values(run), color=COLOURS[arm], lw=1.1, label=label if i == 0 else None)
+
+
+def _draw_logits(ax: Axes, runs: Runs) -> None:
+    for arm, label in ARMS.items():
+        _curves(ax, runs[arm], lambda run: _heads.largest(run.rows), arm, label)
+    config = next(run.config for found in runs.values() for run in found)
+    tau = config.optim.qk_tau
     for level, name in ((tau, f"tau = {tau:g}"), (10 * tau, "10 tau")):
         _figures.mark(ax, level, name)
     ax.set_yscale("log")
     ax.set_ylim(bottom=tau / 100)
-    rate = next(run for found in runs.arms.values() for run in found).config.optim.learning_rate
-    _figures.dress(ax, f"Largest logit of all heads, learning rate {rate:g}", "step", "largest attention logit (log scale)")
+    title = f"Largest logit of all heads, learning rate {config.optim.learning_rate:g}"
+    _figures.dress(ax, title, "step", "largest attention logit (log scale)")
     _figures.legend(ax, "lower right")
 
 
-def _draw_heads(ax, runs: Runs) -> None:
+def _draw_heads(ax: Axes, runs: Runs) -> None:
     for arm, scope, name in (("muonclip", "head", "MuonClip"), ("naive", "layer", "naive")):
-        for i, run in enumerate(runs.arms[arm]):
-            heads, steps = run.rows[-1]["heads"], np.arange(len(run.rows)) + 1
-            share = _figures.smooth(_heads.scaled(run.rows, _tau(run), scope) / heads, 15)
-            ax.plot(steps, 100 * share, color=COLOURS[arm], lw=1.1, label=f"{name}: scaled in a step" if i == 0 else None)
-            ever = 100 * np.array([r["heads_ever_clipped_share"] for r in run.rows])
-            if scope == "head":
-                label = f"{name}: ever scaled" if i == 0 else None
-                ax.plot(steps, ever, color=COLOURS[arm], lw=1.4, ls="--", label=label)
+
+        def share(run: Trained, scope=scope) -> np.ndarray:
+            return 100 * _figures.smooth(_heads.scaled(run.rows, _tau(run), scope) / run.rows[-1]["heads"], 15)
+
+        _curves(ax, runs[arm], share, arm, f"{name}: scaled in a step")
+    for i, run in enumerate(runs["muonclip"]):
+        ever = 100 * np.array([r["heads_ever_clipped_share"] for r in run.rows])
+        label = "MuonClip: ever scaled" if i == 0 else None
+        ax.plot(np.arange(len(ever)) + 1, ever, color=COLOURS["muonclip"], lw=1.4, ls="--", label=label)
     _figures.mark(ax, 12.7, "the report: 12.7% ever")
     ax.set_ylim(-2, 102)
     _figures.dress(ax, "Heads that the clip scales (mean of the last 15 steps)", "step", "share of all heads (%)")
     _figures.legend(ax, "upper left")
 
 
-def _draw_losses(ax, runs: Runs) -> None:
-    for arm, found in runs.arms.items():
-        for i, run in enumerate(found):
-            loss = np.array([np.nan if r["loss"] is None else r["loss"] for r in run.rows])
-            name = ARMS[arm].split(" (")[0]
-            label = f"{name}: validation {np.mean([_loss(r) for r in found]):.2f}" if i == 0 else None
-            ax.plot(np.arange(len(loss)) + 1, _figures.smooth(loss, 15), color=COLOURS[arm], lw=1.1, label=label)
+def _draw_losses(ax: Axes, runs: Runs) -> None:
+    for arm in ARMS:
+        _curves(ax, runs[arm], _loss, arm, f"{ARMS[arm].split(' (')[0]}: {_validation(runs[arm])}")
     _figures.dress(ax, "Training loss (mean of the last 15 steps)", "step", "next-token loss (nats a token)")
     _figures.legend(ax, "upper right")
 
 
-def _draw_rates(ax, runs: Runs, tau: float) -> None:
-    for rule in ("adamw", "muon"):
-        found = sorted((f, seeds) for (r, f), seeds in runs.rates.items() if r == rule)
-        rate = [seeds[0].config.optim.learning_rate for _, seeds in found]
-        ends = [np.mean([_heads.settled(_heads.largest(run.rows)) for run in seeds]) for _, seeds in found]
-        ax.plot(rate, ends, "o-", color=COLOURS[rule], label=ARMS[rule])
-        for x, y, (_, seeds) in zip(rate, ends, found, strict=True):
-            text = f"{np.mean([_loss(run) for run in seeds]):.2f}"
-            side = (0, 7) if rule == "adamw" else (0, -15)
-            ax.annotate(text, (x, y), side, textcoords="offset points", fontsize=8, ha="center", color=COLOURS[rule])
-    _figures.mark(ax, tau, f"tau = {tau:g}")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.margins(0.15, 0.2)
-    _figures.dress(
-        ax, "Logit at the end, with validation loss (nats)", "learning rate (log scale)", "largest logit (log scale)"
-    )
+def _draw_low(ax: Axes, runs: Runs) -> None:
+    for arm in ("adamw", "muon"):
+        found = runs[f"{arm}_low"]
+        _curves(ax, found, lambda run: _heads.largest(run.rows), arm, f"{ARMS[arm]}: {_validation(found)}")
+    _figures.dress(ax, f"Largest logit at {LOW:g} of the learning rate", "step", "largest attention logit")
     _figures.legend(ax, "upper left")
+
+
+def _loss(run: Trained) -> np.ndarray:
+    return _figures.smooth(np.array([np.nan if r["loss"] is None else r["loss"] for r in run.rows]), 15)
+
+
+def _validation(found: Sequence[Trained]) -> str:
+    return f"validation {np.mean([run.result.val_loss for run in found]):.2f}" if found else ""
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Where the short side is small, steps in products of their own move more bytes than they compute: X is read and written in each.
 The Gram form needs X only at the ends of its segments. What it works on in between, R and the polynomials, is [n, n] and stays
 in registers (NVIDIA, through Triton) or in VMEM (TPU). On a GPU X is streamed in chunks, once for each segment's X X^T and once
-for the result: with three segments, 2 + 2 + 1 steps, four reads and a write, and what the caches keep of X between the reads is
-not read from memory. On a TPU a whole X is in VMEM: one read, one write.
+for the result: at five steps, 2 + 3, three reads and a write; float16 takes one read more, for the norm. What L2 keeps of X
+between the reads does not come from memory. On a TPU a whole X is in VMEM: one read, one write.
 
 For MLA's matrices of one head (1536 x 128, 512 x 128, 1536 x 64) and small experts. GSPMD does not partition the kernels: on a
 mesh they are called inside shard_map. They have been compiled for H100 and TPU and compared with float64 in Pallas's
