@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -44,9 +43,9 @@ def test_optax_is_told_our_matrices(leaf, ndim, rows, columns):
 
 
 def test_one_tree_end_to_end(small):
-    row = bench.time_tree("sweep", rounds=2)
+    row = bench.time_tree("k2_experts", rounds=2)
     assert row["first_update_apart"] < 1e-4
-    assert row["parameters"] == sum(x.size for x in jax.tree.leaves(bench.tree_of("sweep")))
+    assert row["parameters"] == sum(x.size for x in jax.tree.leaves(bench.tree_of("k2_experts")))
     assert {"ours_ms", "optax_muon_ms", "adamw_ms", "ratio_to_optax", "ratio_equal_precision"} < set(row)
     low, high = row["spread_ms"]["ours"]
     assert 0 < low <= row["ours_ms"] <= high
@@ -65,12 +64,24 @@ def test_other_work_is_refused():
         bench.same_work(ours, jax.tree.map(lambda x: 1.1 * x, ours), before)
 
 
-def test_forms_are_timed_with_and_without_symmetric_products(small, monkeypatch):
-    monkeypatch.setattr(bench.symmetric, "MIN_SIDE", 8)
-    found = bench.time_forms("100m", rounds=1)
-    assert {f"{form}, {kind} products" for form in ("standard", "gram") for kind in ("symmetric", "plain")} < set(found)
-    assert {"polar_express, 5 steps", "eight_two, 10 steps", "bfloat16", "float16"} < set(found)
-    assert all(np.isfinite(row["ms"]) for row in found.values())
+def test_forms_are_timed_with_and_without_symmetric_products(monkeypatch):
+    asked = []
+
+    def compiled(kernel, x, table, dtype):
+        asked.append((kernel.__name__, x.shape, len(table), dtype, bench.symmetric.MIN_SIDE < 10_000))
+        return lambda: None
+
+    monkeypatch.setattr(bench, "_compiled", compiled)
+    found = bench.time_forms("k2_experts", rounds=1)
+    shape = (1, 1024, 3584)
+    for form in ("standard", "gram"):
+        for known in (True, False):
+            assert (form, shape, 5, "float32", known) in asked
+    assert ("newton_schulz", shape, 10, "float32", True) in asked and ("newton_schulz", shape, 5, "bfloat16", True) in asked
+    assert len(found) == len(asked) == 9 and {row["matrices"] for row in found.values()} == {"1 of 1024 x 3584"}
+    asked.clear()
+    bench.time_forms("100m", rounds=1)  # too small for blocks
+    assert len(asked) == 7 and {shape for _, shape, *_ in asked} == {(32, 128, 512)}
 
 
 def test_rounds_must_be_positive():

@@ -248,7 +248,8 @@ def test_collectives_of_the_compiled_step(run):
     assert not any(program.all_exchanges(name) for loop in loops for name in loop.calls)
 
 
-@pytest.mark.parametrize(("nodes", "bound"), [(32, 1.07), (64, 1.15), (256, 1.66)])
+# Of FLOPs with symmetric products at half: an expert of 3.5 to 1 gains more by them than the nearly square output projection.
+@pytest.mark.parametrize(("nodes", "bound"), [(32, 1.07), (64, 1.15), (256, 1.67)])
 def test_newton_schulz_of_k2_is_balanced_as_far_as_whole_matrices_allow(nodes, bound):
     config = k2.config()
     plan = zero1.plan(config, MeshConfig(pipeline=16, expert=16, data=nodes // 32, chunks=4))
