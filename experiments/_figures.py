@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 def panels(rows: int, columns: int, title: str) -> tuple[Figure, np.ndarray]:
     """A figure with a title and [rows, columns] axes."""
-    figure = Figure(figsize=(5.8 * columns, 3.7 * rows + 0.5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(5.8 * columns, 3.7 * rows + 0.5), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize=12)
     return figure, figure.subplots(rows, columns, squeeze=False)
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.special import stdtrit
 
 from configs import stress
 from experiments import _figures, _heads
@@ -52,6 +53,8 @@ class Gap(NamedTuple):
 
     mean: float
     error: float  # standard error of the mean, from the scatter of the pairs
+    low: float  # Student's interval of the mean, 95%
+    high: float
     spread: float  # standard deviation of Muon's loss over seeds
 
 
@@ -82,7 +85,9 @@ def main(options: Options) -> int:
 def measure(pairs: Sequence[Pair]) -> Gap:
     """The mean gap of the pairs against the seed spread; from two pairs on."""
     gaps, losses = np.array([pair.gap for pair in pairs]), [pair.muon.result.val_loss for pair in pairs]
-    return Gap(float(gaps.mean()), float(gaps.std(ddof=1) / np.sqrt(len(gaps))), float(np.std(losses, ddof=1)))
+    mean, error = float(gaps.mean()), float(gaps.std(ddof=1) / np.sqrt(len(gaps)))
+    half = float(stdtrit(len(gaps) - 1, 0.975)) * error
+    return Gap(mean, error, mean - half, mean + half, float(np.std(losses, ddof=1)))
 
 
 def claims(pairs: Sequence[Pair]) -> list[Claim]:
@@ -97,8 +102,8 @@ def _harmless(pairs: Sequence[Pair]) -> Claim:
     shares = [pair.clipped.rows[-1]["heads_ever_clipped_share"] for pair in pairs]
     gap = measure(pairs)
     measured = (
-        f"gap {gap.mean:+.4f} nats, standard error {gap.error:.4f}, {len(pairs)} pairs; seeds spread by {gap.spread:.4f}; "
-        f"{min(shares):.0%} to {max(shares):.0%} of the heads clipped"
+        f"gap {gap.mean:+.4f} nats, standard error {gap.error:.4f}, 95%: {gap.low:+.4f} to {gap.high:+.4f}, "
+        f"{len(pairs)} pairs; seeds spread by {gap.spread:.4f}; {min(shares):.0%} to {max(shares):.0%} of the heads clipped"
     )
     if min(shares) == 0:
         return Claim("18", text, measured, "untested")

@@ -180,7 +180,7 @@ def _lower(analysis: Analysis) -> Claim:
     gaps = list(analysis.gaps.values())
     if not gaps:
         return Claim("10a", text, "no pair of runs", "untested")
-    measured = "AdamW's loss less Muon's, smallest size first: "
+    measured = "AdamW's less Muon's, smallest size first, "
     measured += ", ".join(f"{d.value:.3f} ± {d.margin:.3f}" if np.isfinite(d.error) else f"{d.value:.3f}" for d in gaps)
     if any(d.separated and d.value < 0 for d in gaps):
         return Claim("10a", text, measured, "fail")
@@ -318,7 +318,7 @@ def draw(study: Study, rows: Sequence[dict], analysis: Analysis, entropy: Mappin
 
 def note(analysis: Analysis, entropy: Mapping[str, tuple[float, float]]) -> str:
     """What stands under the figure."""
-    lines = [f"{c.number}: {c.text}. {c.measured}." for c in (_lower(analysis), _cheaper(analysis), _entropy(entropy))]
+    lines = [f"{c.number}: {c.text}: {c.measured}." for c in (_lower(analysis), _cheaper(analysis), _entropy(entropy))]
     if analysis.at_edge:
         lines.append(f"The best learning rate is the last of its grid: {', '.join(analysis.at_edge)}.")
     lines.append("Bands and brackets: central 90% of the bootstrap; ±: Student's 95%.")

@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from k2jax.kernels.newton_schulz_tiled import Row, Work
-from k2jax.kernels.tiles import power_of_two, product, read, write
+from k2jax.kernels.tiles import matrix, power_of_two, product, read, write
 
 SHORT = 128  # the longest short side: R and two polynomials of 128 x 128 are what a GPU's registers hold
 LONG = 2048  # the longest long side: one core works through a longer one while the others wait; on a TPU 4 MB of VMEM
@@ -44,9 +44,12 @@ def on_chip_triton(x: Float[Array, "b n m"], work: Work, interpret: bool = False
     b, n, m = x.shape
     _check(n, m)
     side, chunk = power_of_two(min(n, m)), min(CHUNK, power_of_two(max(n, m)))
+    block = matrix(n, m, (chunk, side) if n > m else (side, chunk), lambda b: (b, 0, 0))
     return pl.pallas_call(
-        functools.partial(_streamed, work=work, side=side, chunk=chunk),
+        functools.partial(_streamed, work=work, sides=(n, m), side=side, chunk=chunk),
         grid=(b,),
+        in_specs=[block],
+        out_specs=block,
         out_shape=jax.ShapeDtypeStruct((b, n, m), jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=8 if side > 64 else 4, num_stages=2),
         interpret=interpret,
@@ -80,16 +83,15 @@ def _check(n: int, m: int) -> None:
         raise ValueError(f"a matrix kept on chip has sides of at most {SHORT} and {LONG}; got shape {(n, m)}")
 
 
-def _streamed(x_ref, out_ref, *, work, side, chunk):
-    b, (_, n, m) = pl.program_id(0), x_ref.shape
-    tall = n > m
-    chunks = pl.cdiv(max(n, m), chunk)
+def _streamed(x_ref, out_ref, *, work, sides, side, chunk):
+    tall = sides[0] > sides[1]
+    chunks = pl.cdiv(max(sides), chunk)
 
     def at(c):
         return (c * chunk, 0) if tall else (0, c * chunk)
 
     def load(c):
-        return read(x_ref, b, at(c), (chunk, side) if tall else (side, chunk)).astype(jnp.float32)
+        return read(x_ref, at(c), (chunk, side) if tall else (side, chunk), sides).astype(jnp.float32)
 
     def total(f, zero):
         return lax.fori_loop(0, chunks, lambda c, total: total + f(load(c)), zero)
@@ -100,7 +102,7 @@ def _streamed(x_ref, out_ref, *, work, side, chunk):
     result = _iterated(gram, lambda: total(lambda x: jnp.sum(jnp.square(x)), jnp.float32(0)), work, tall)
 
     def store(c, carry):
-        write(out_ref, b, at(c), result(load(c)))
+        write(out_ref, at(c), result(load(c)), sides)
         return carry
 
     lax.fori_loop(0, chunks, store, 0)

@@ -4,6 +4,7 @@ X X^T is symmetric, and so is the product of two symmetric matrices that commute
 square products of Newton-Schulz are of these two kinds. Mirroring halves their FLOPs.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -18,15 +19,13 @@ BLOCKS = 4  # the jnp form cuts a side in so many: 10 of 16 tiles are computed
 PRECISION = lax.Precision.HIGH
 
 
-def symmetric_product(
-    x: Float[Array, "b i j"], y: Float[Array, "b i j"], dtype: str, tall: bool = False
-) -> Float[Array, "b n n"]:
-    """X Y^T, or with `tall` X^T Y of [b, k, n], of which the caller knows that it is symmetric.
+def symmetric_product(pattern: str, x: Float[Array, "b n k"], y: Float[Array, "b l m"], dtype: str) -> Float[Array, "b i i"]:
+    """The einsum `pattern`, with result "bij", of which the caller knows that it is symmetric in i and j.
 
     Operands are taken in `dtype`; sums and the result are float32, of float64 operands float64. Where the product is not
     symmetric the result is its lower tiles and their mirror image.
     """
-    return with_operands(lambda x, y: _symmetric(x, y, tall), dtype, x, y)
+    return with_operands(lambda x, y: _symmetric(pattern, x, y), dtype, x, y)
 
 
 def with_operands(f: Callable[..., jax.Array], dtype: str, *arrays: jax.Array) -> jax.Array:
@@ -48,24 +47,18 @@ def sums(dtype: str) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _symmetric(x: jax.Array, y: jax.Array, tall: bool) -> Float[Array, "b n n"]:
-    side = x.shape[-1] if tall else x.shape[-2]
-    return _blocked(x, y, tall) if side >= MIN_SIDE else _product(x, y, tall)
-
-
-def _product(x: jax.Array, y: jax.Array, tall: bool) -> Float[Array, "b i j"]:
-    pattern = "bki,bkj->bij" if tall else "bik,bjk->bij"
-    return jnp.einsum(pattern, x, y, precision=PRECISION, preferred_element_type=sums(x.dtype.name))
-
-
-def _blocked(x: jax.Array, y: jax.Array, tall: bool) -> Float[Array, "b n n"]:
-    """The jnp form: rows of blocks up to the diagonal, and the mirror image above it."""
-    side = x.shape[-1] if tall else x.shape[-2]
+def _symmetric(pattern: str, x: jax.Array, y: jax.Array) -> Float[Array, "b i i"]:
+    """In rows of blocks up to the diagonal, and the mirror image above it."""
+    letters_x, letters_y = pattern.split("->")[0].split(",")
+    row, column = letters_x.index("i"), letters_y.index("j")
+    side = x.shape[row]
+    product = functools.partial(jnp.einsum, pattern, precision=PRECISION, preferred_element_type=sums(x.dtype.name))
+    if side < MIN_SIDE:
+        return product(x, y)
     edges = [side * i // BLOCKS for i in range(BLOCKS + 1)]
     out = jnp.zeros((x.shape[0], side, side), sums(x.dtype.name))
     for first, last in itertools.pairwise(edges):
-        rows, columns = (x[..., first:last], y[..., :last]) if tall else (x[:, first:last], y[:, :last])
-        lower = _product(rows, columns, tall)
+        lower = product(lax.slice_in_dim(x, first, last, axis=row), lax.slice_in_dim(y, 0, last, axis=column))
         out = out.at[:, first:last, :last].set(lower)
         if first:
             out = out.at[:, :first, first:last].set(lower[..., :first].swapaxes(-1, -2))

@@ -35,12 +35,14 @@ def symmetric(
     depth: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "b i i"]:
-    """a I + b X + c X Y^T in the dtype `out`, with `row` a, b, c; or with `tall` c X^T Y of [b, k, n].
+    """a I + b X + c X Y^T in the dtype `out`, with `row` a, b, c; or with `tall` a I + c X^T Y of [b, k, n].
 
     The caller knows that X Y^T is symmetric, and X where b is not 0: what lies above their diagonals is not looked at. X and Y
     have one dtype, float32 or bfloat16; sums, and what is added to them, are float32. Tiles have one of `sides`, and `depth` of
     the contracted axis is loaded at a time.
     """
+    if tall and row[1]:
+        raise ValueError(f"a multiple of X is added where X is square, not tall; got {row=}")
     count, n, k = (x.shape[0], x.shape[2], x.shape[1]) if tall else x.shape
     side = next((side for side in sides if pl.cdiv(n, side) >= MIN_TILES), min(n, sides[-1]))
     depth = depth or _depth(k, x.dtype)

@@ -4,6 +4,8 @@ Triton takes blocks whose sides are powers of two, products of at least 16 a sid
 beyond an array's end are masked here, and only where a block can reach beyond it.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,17 +53,22 @@ def product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def read(ref, b, first: tuple, shape: tuple[int, int]) -> jax.Array:
-    """The block of the matrix ref[b] from `first` on; zeros beyond the matrix's edges."""
-    at = ref.at[b, pl.ds(first[0], shape[0]), pl.ds(first[1], shape[1])]
-    mask = _inside(ref.shape[1:], first, shape)
+def matrix(n: int, m: int, multiples: tuple[int, int], at: Callable[..., tuple]) -> pl.BlockSpec:
+    """One n x m matrix of a batch, whole, with sides rounded up to multiples: what lies beyond it is to be masked."""
+    return pl.BlockSpec((None, pl.align_to(n, multiples[0]), pl.align_to(m, multiples[1])), at)
+
+
+def read(ref, first: tuple, shape: tuple[int, int], sides: tuple[int, int]) -> jax.Array:
+    """The block from `first` on of a matrix that has these sides; zeros beyond them."""
+    at = ref.at[pl.ds(first[0], shape[0]), pl.ds(first[1], shape[1])]
+    mask = _inside(sides, first, shape)
     return plt.load(at) if mask is None else plt.load(at, mask=mask, other=0.0)
 
 
-def write(ref, b, first: tuple, block: jax.Array, mask: jax.Array | None = None) -> None:
-    """Stores into the matrix ref[b], from `first` on, the part of the block that lies in it and in the mask."""
-    at = ref.at[b, pl.ds(first[0], block.shape[0]), pl.ds(first[1], block.shape[1])]
-    inside = _inside(ref.shape[1:], first, block.shape)
+def write(ref, first: tuple, block: jax.Array, sides: tuple[int, int], mask: jax.Array | None = None) -> None:
+    """Stores, from `first` on, the part of the block that lies in a matrix of these sides, and in the mask."""
+    at = ref.at[pl.ds(first[0], block.shape[0]), pl.ds(first[1], block.shape[1])]
+    inside = _inside(sides, first, block.shape)
     plt.store(at, block, mask=mask if inside is None else inside if mask is None else inside & mask)
 
 

@@ -46,6 +46,7 @@ def test_the_gap_is_paired_and_the_spread_is_that_of_the_seeds(pairs):
     gap = measure(pairs([3.0, 3.2, 3.1], [0.01, 0.03, 0.02]))
     assert gap.mean == pytest.approx(0.02)
     assert gap.error == pytest.approx(0.01 / np.sqrt(3))
+    assert (gap.low, gap.high) == pytest.approx((0.02 - 4.3027 * gap.error, 0.02 + 4.3027 * gap.error), rel=1e-4)  # 2 degrees
     assert gap.spread == pytest.approx(0.1)
 
 

@@ -15,7 +15,7 @@ FORMS = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 JORDAN = ns.coefficients("jordan", 5)
 
 # Rounding errors, relative to the result's norm, on the spectra of `stress` and on a Gaussian matrix; all sets and both forms.
-ERRORS = {"float32": (1e-2, 6e-5), "float16": (0.8, 8e-3), "bfloat16": (0.8, 4e-2)}
+ERRORS = {"float32": (1e-2, 6e-6), "float16": (0.8, 8e-3), "bfloat16": (0.8, 4e-2)}
 EXCESS = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.1}  # and how far above the set's range they take a singular value
 
 # What a set makes of values from 0.01 of the Frobenius norm up, and the least that it makes of values from 0.001 up.
@@ -131,7 +131,7 @@ def test_the_gram_form_drifts_without_restarts(stress, monkeypatch):
     restarted = relative(ns.gram(x, table, "float32")[0], quintic(stress[1], table))
     monkeypatch.setattr(ns, "LATER", 8)
     drifted = relative(ns.gram(x, table, "float32")[0], quintic(stress[1], table))
-    assert restarted < 2e-3 and not drifted < 1
+    assert restarted < 2e-3 and drifted > 0.1
 
 
 @pytest.mark.parametrize(("name", "steps"), [("you", 5), ("eight_two", 10)])

@@ -5,7 +5,8 @@ import pytest
 
 from k2jax.kernels import symmetric
 
-symmetric_product = jax.jit(symmetric.symmetric_product, static_argnums=(2, 3))
+symmetric_product = jax.jit(symmetric.symmetric_product, static_argnums=(0, 3))
+WIDE, TALL, PLAIN = "bik,bjk->bij", "bki,bkj->bij", "bik,bkj->bij"
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def blocked(monkeypatch):
 def test_product_with_its_transpose(shape, tall, blocked):
     x = np.random.default_rng(0).standard_normal((3, *shape)).astype(np.float32)
     given = jnp.asarray(x.swapaxes(1, 2) if tall else x)
-    got = np.asarray(symmetric_product(given, given, "float32", tall))
+    got = np.asarray(symmetric_product(TALL if tall else WIDE, given, given, "float32"))
     np.testing.assert_allclose(got, x @ x.swapaxes(1, 2), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(got[:, 9:, :4], got[:, :4, 9:].swapaxes(1, 2))
 
@@ -28,20 +29,20 @@ def test_product_of_polynomials_in_one_matrix(blocked):
     x = np.random.default_rng(1).standard_normal((2, 12, 12)).astype(np.float32)
     r = x @ x.swapaxes(1, 2)
     p = 2 * np.eye(12, dtype=np.float32) - 0.1 * r
-    got = np.asarray(symmetric_product(jnp.asarray(p), jnp.asarray(r), "float32"))
+    got = np.asarray(symmetric_product(PLAIN, jnp.asarray(p), jnp.asarray(r), "float32"))
     np.testing.assert_allclose(got, p @ r, rtol=1e-4, atol=1e-3)
     np.testing.assert_array_equal(got[:, 9:, :4], got[:, :4, 9:].swapaxes(1, 2))
 
 
 def test_what_is_not_symmetric_is_mirrored_from_below(blocked):
     x, y = np.random.default_rng(2).standard_normal((2, 1, 16, 16)).astype(np.float32)
-    got, product = np.asarray(symmetric_product(jnp.asarray(x), jnp.asarray(y), "float32"))[0], (x @ y.swapaxes(1, 2))[0]
+    got, product = np.asarray(symmetric_product(WIDE, jnp.asarray(x), jnp.asarray(y), "float32"))[0], (x @ y.swapaxes(1, 2))[0]
     np.testing.assert_allclose(got[12:, :4], product[12:, :4], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got[:4, 12:], product[12:, :4].T, rtol=1e-5, atol=1e-5)
 
 
 def flops(side):
-    jaxpr = jax.make_jaxpr(lambda x: symmetric.symmetric_product(x, x, "float32"))(jnp.zeros((1, side, 24))).jaxpr
+    jaxpr = jax.make_jaxpr(lambda x: symmetric.symmetric_product(WIDE, x, x, "float32"))(jnp.zeros((1, side, 24))).jaxpr
     dots = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
     return sum(2 * 24 * e.outvars[0].aval.size for e in dots)
 
@@ -55,7 +56,7 @@ def test_blocks_spare_products(blocked):
 @pytest.mark.parametrize("side", [4, 16])
 def test_sums_are_float32(dtype, side, blocked):
     x = jnp.asarray(np.random.default_rng(3).standard_normal((1, side, 300)), dtype)
-    got, exact = symmetric_product(x, x, dtype), np.asarray(x, np.float64) @ np.asarray(x, np.float64).swapaxes(1, 2)
+    got, exact = symmetric_product(WIDE, x, x, dtype), np.asarray(x, np.float64) @ np.asarray(x, np.float64).swapaxes(1, 2)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, exact, atol=1e-6 * np.abs(exact).max())
 

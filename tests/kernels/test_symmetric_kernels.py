@@ -48,6 +48,12 @@ def test_polynomial_in_one_kernel(symmetric):
 
 
 @EACH
+def test_a_multiple_of_a_tall_matrix_is_refused(symmetric):
+    with pytest.raises(ValueError, match="square, not tall"):
+        symmetric(jnp.zeros((1, 20, 16)), jnp.zeros((1, 20, 16)), tall=True, row=ROW)
+
+
+@EACH
 def test_product_of_polynomials_in_one_matrix_is_symmetric_to_the_bit(symmetric):
     x = np.random.default_rng(1).standard_normal((2, 40, 40)).astype(np.float32)
     r = x @ x.swapaxes(1, 2) / 40
