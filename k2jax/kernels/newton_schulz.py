@@ -236,8 +236,8 @@ def map_chunks(f: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array) -> t
     `f` must treat the entries of b independently and return arrays with the same leading axis.
     """
     count, row_bytes = arrays[0].shape[0], 4 * math.prod(arrays[0].shape[1:])
-    chunk = max(1, CHUNK_BYTES // row_bytes)
-    if count <= chunk:
+    chunk = CHUNK_BYTES // row_bytes
+    if chunk < 2 or count <= chunk:  # XLA runs a loop on one core, and without one products of several leaves at once
         return f(*arrays)
     return lax.platform_dependent(
         *arrays,
