@@ -6,7 +6,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from k2jax.config import AttentionConfig, ModelConfig, MoEConfig, OptimConfig, RopeConfig, RunConfig, ScheduleConfig
+from k2jax.config import AttentionConfig, MeshConfig, ModelConfig, MoEConfig, OptimConfig, RopeConfig, RunConfig, ScheduleConfig
 
 
 def config() -> RunConfig:
@@ -17,6 +17,8 @@ def config() -> RunConfig:
         steps=237_821,
         batch=16_384,
         seq_len=4096,
+        microbatches=0,  # a sequence at a time
+        mesh=MeshConfig(pipeline=16, expert=16, chunks=4),  # any multiple of 32 nodes with 8 GPUs; the report gives no chunks
         model=_model(),
         optim=OptimConfig(
             rule="muonclip",

@@ -4,7 +4,7 @@ All three update the same leaves from the same gradients, in turn within every r
 model (512 experts); `100m`, K2's architecture in 100M weights (64 experts of 512 x 128 a layer); `k2_experts`, a tall and a
 wide matrix, gate and down, of one of K2's experts, 7168 x 2048. optax's Muon is told our matrices (stacks are batches, heads
 stay together) and our scale, and that its first update of them is ours is checked. Then Newton-Schulz alone in each form and
-with each set of coefficients, and what QK-Clip and its statistic add to a training step. Four minutes on two idle cores;
+with each set of coefficients, and what QK-Clip and its statistic add to a training step. Seven minutes on two idle cores;
 `--trees sweep` half a minute.
 
 Prints medians and spreads. `ratio_to_optax` has each side's default precision (ours: K2's bfloat16 operands with float32 sums;

@@ -11,13 +11,15 @@ SEES = {
     "config": set(),
     "axes": set(),
     "allocator": set(),
+    "command": LEAF,
     "kernels": LEAF,
     "model": LEAF | {"kernels"},
     "optim": LEAF | {"kernels"},
     "parallel": LEAF | {"kernels", "model", "optim"},
     "data": LEAF,
     "scaling": LEAF | {"kernels"},
-    "train": LEAF | {"allocator", "kernels", "model", "optim", "parallel", "data", "scaling"},
+    "train": LEAF | {"allocator", "kernels", "model", "optim", "parallel", "data", "scaling", "command"},
+    "plan": LEAF | {"command", "kernels", "model", "optim", "parallel", "scaling"},
 }
 
 

@@ -130,6 +130,17 @@ class Program:
         inside = dict.fromkeys([computation, *(i.computation for i in self.walk(computation))])
         return [exchange for name in inside for exchange in self.exchanges(name)]
 
+    def exchanges_run(self, computation: str, times: int = 1, sure: bool = True) -> Iterator[tuple[Exchange, int, bool]]:
+        """The collectives of a computation and of all that it runs, how often each runs, and whether that is sure: in a loop
+        of unknown length it is the count for one trip."""
+        for exchange in self.exchanges(computation):
+            yield exchange, times, sure
+        for i in self.computations[computation]:
+            if i.opcode in ("while", "conditional", "call"):
+                known = i.opcode == "call" or i.trips is not None
+                for name in i.calls:
+                    yield from self.exchanges_run(name, times * (i.trips or 1), sure and known)
+
     def _collective(self, i: Instruction) -> tuple[str, Instruction]:
         """The kind of a collective's start, and the instruction with its groups; "" if it is none."""
         if i.opcode == "async-start":  # the collective is wrapped in a computation

@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from k2jax.config import AttentionConfig, MeshConfig, ModelConfig, MoEConfig, RunConfig
-from k2jax.parallel import aot, mesh, schedule
+from k2jax.parallel import aot, hlo, mesh, schedule
 from k2jax.train.step import abstract_state, make_step
-from tests.parallel import hlo
 
 SIZES = {"pipeline": 4, "expert": 2, "data": 2}  # 16 devices: with 2 stages the two rings would be one
 CHUNKS, MICROBATCHES = 2, 8

@@ -8,8 +8,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from k2jax.parallel import hlo
 from k2jax.parallel.aot import OVERLAP, h100
-from tests.parallel import hlo
 
 SIZES = {"pipeline": 2, "expert": 2, "data": 2}
 ALL = P(tuple(SIZES))

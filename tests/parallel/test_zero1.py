@@ -20,10 +20,9 @@ from k2jax.config import AttentionConfig, MeshConfig
 from k2jax.model import transformer
 from k2jax.optim.muon import by_path
 from k2jax.optim.muonclip import muonclip
+from k2jax.parallel import hlo, ownership, zero1
 from k2jax.parallel import mesh as meshes
-from k2jax.parallel import ownership, zero1
 from k2jax.parallel.layout import DENSE, IDENTITY, MTP
-from tests.parallel import hlo
 from tests.parallel.stages import cut, join, tree_map
 
 SIZES = (2.0**-8, 1.0, 2.0)  # of the gradients of each step: a norm under the limit, and two over it
