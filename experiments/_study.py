@@ -14,6 +14,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
+from scipy.special import stdtrit
 
 from experiments import _record, _runner
 from k2jax.config import DataConfig, RunConfig
@@ -62,6 +63,23 @@ class Claim(NamedTuple):
     text: str
     measured: str
     verdict: Literal["pass", "fail", "untested"]
+
+
+class Gap(NamedTuple):
+    """A paired difference of losses, against what seeds do to the loss; nats."""
+
+    mean: float
+    error: float  # standard error of the mean, from the scatter of the pairs
+    low: float  # Student's interval of the mean, 95%
+    high: float
+    spread: float  # standard deviation over seeds of the loss that is compared with
+
+
+def gap_of(gaps: Sequence[float], losses: Sequence[float]) -> Gap:
+    """The mean of paired gaps, and the spread of the losses; from two on."""
+    mean, error = float(np.mean(gaps)), float(np.std(gaps, ddof=1) / np.sqrt(len(gaps)))
+    half = float(stdtrit(len(gaps) - 1, 0.975)) * error
+    return Gap(mean, error, mean - half, mean + half, float(np.std(losses, ddof=1)))
 
 
 def study(name: str, options: Options) -> Study:

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the described devices are all that is needed
@@ -31,7 +31,7 @@ from rich.console import Console
 
 from configs import k2
 from k2jax import plan
-from k2jax.config import RunConfig
+from k2jax.config import ActivationConfig, RunConfig
 from k2jax.optim.muonclip import aligned
 from k2jax.parallel import aot, hlo, mesh
 from k2jax.train.step import TrainState, abstract_state, make_step
@@ -44,6 +44,7 @@ class Options:
     nodes: int = 32  # of 8 devices; a multiple of 32
     layers: int = 61  # of the trunk, the first one dense; MTP comes on top
     optimizer: Literal["auto", "device", "host"] = "auto"  # where its state lies; auto: on the device if the planner finds room
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
     json: bool = False  # print one JSON object instead of tables
 
     def __post_init__(self):
@@ -83,7 +84,8 @@ class Compiled(NamedTuple):
 def configuration(options: Options) -> tuple[RunConfig, plan.Plan]:
     """The run, and its plan; a number of nodes that does not fit raises ValueError."""
     run, machine = k2.config(), plan.Machine()
-    run = replace(run, model=replace(run.model, n_layers=options.layers, n_mtp=1))
+    model = replace(run.model, n_layers=options.layers, n_mtp=1)
+    run = replace(run, model=model, activations=options.activations)
     devices = options.nodes * machine.devices
     places = {"auto": (False, True), "device": (False,), "host": (True,)}[options.optimizer]
     for offload in places:

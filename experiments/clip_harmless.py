@@ -23,11 +23,10 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.special import stdtrit
 
 from configs import stress
 from experiments import _figures, _heads
-from experiments._study import Claim, Options, Trained, command_line, conclude, placed, study, train
+from experiments._study import Claim, Gap, Options, Trained, command_line, conclude, gap_of, placed, study, train
 from k2jax.config import RunConfig
 
 RULES = {"muon": "Muon", "muonclip": "MuonClip"}
@@ -46,16 +45,6 @@ class Pair(NamedTuple):
     def gap(self) -> float:
         """Validation loss with the clip less that without, nats."""
         return self.clipped.result.val_loss - self.muon.result.val_loss
-
-
-class Gap(NamedTuple):
-    """What the clip does to the loss, and what seeds do to it; nats."""
-
-    mean: float
-    error: float  # standard error of the mean, from the scatter of the pairs
-    low: float  # Student's interval of the mean, 95%
-    high: float
-    spread: float  # standard deviation of Muon's loss over seeds
 
 
 def plan(options: Options) -> dict[tuple[str, int], RunConfig]:
@@ -83,11 +72,8 @@ def main(options: Options) -> int:
 
 
 def measure(pairs: Sequence[Pair]) -> Gap:
-    """The mean gap of the pairs against the seed spread; from two pairs on."""
-    gaps, losses = np.array([pair.gap for pair in pairs]), [pair.muon.result.val_loss for pair in pairs]
-    mean, error = float(gaps.mean()), float(gaps.std(ddof=1) / np.sqrt(len(gaps)))
-    half = float(stdtrit(len(gaps) - 1, 0.975)) * error
-    return Gap(mean, error, mean - half, mean + half, float(np.std(losses, ddof=1)))
+    """What the clip does to the loss, against what seeds do to Muon's; from two pairs on."""
+    return gap_of([pair.gap for pair in pairs], [pair.muon.result.val_loss for pair in pairs])
 
 
 def claims(pairs: Sequence[Pair]) -> list[Claim]:

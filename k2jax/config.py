@@ -251,6 +251,30 @@ class MeshConfig:
         _require(self.data >= 0, f"MeshConfig.data must not be negative; got {self.data}")
 
 
+Action = Literal["keep", "recompute", "fp8", "offload", "fp8+offload"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationConfig:
+    """What becomes of a layer's activations until its backward pass needs them (report 2.4.3; `k2jax.parallel.activations`).
+
+    A field set to an action overrides what the policy does with that one.
+    """
+
+    policy: Literal["auto", "none", "full", "k2"] = "auto"  # keep all; recompute all from the input; K2's. auto: full on a mesh
+    input: Action | None = None  # of the layer; it cannot be recomputed
+    norms: Action | None = None  # outputs of the two RMSNorms
+    latents: Action | None = None  # compressed query and key-value, and the shared key before its rotation
+    heads: Action | None = None  # queries, keys and values of all heads
+    attention: Action | None = None  # output of the attention core
+    stream: Action | None = None  # between attention and feed-forward
+    gates: Action | None = None  # inputs of SwiGLU, of shared experts and dense layers
+    hidden: Action | None = None  # its outputs there
+
+    def __post_init__(self):
+        _require(self.input != "recompute", "a layer's input cannot be recomputed; activations.input is 'recompute'")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostsConfig:
     """The processes of a run, each started with the same command. Under SLURM and Open MPI they find each other."""
@@ -284,6 +308,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
 
     def __post_init__(self):
         _positive(self, "steps", "batch", "seq_len", "eval_batches")

@@ -23,7 +23,7 @@ from k2jax import command
 from k2jax.config import MeshConfig, RunConfig
 from k2jax.model.weights import working_dtype
 from k2jax.optim.muonclip import aligned
-from k2jax.parallel import expert, mesh, ownership, schedule, stage
+from k2jax.parallel import activations, expert, mesh, ownership, schedule, stage
 from k2jax.parallel.layout import IDENTITY
 from k2jax.scaling import flops
 
@@ -73,7 +73,7 @@ class Memory(NamedTuple):
     weights: int  # working copies
     gradients: int  # float32 accumulators
     optimizer: int  # float32 master weights and moments, if they are on the device
-    residuals: int  # what units in flight keep for their backward pass
+    activations: int  # what units in flight store for their backward pass
     temporaries: int  # exchange buffers, a layer's activations; estimated
     on_host: int
 
@@ -107,7 +107,8 @@ class Plan(NamedTuple):
     ticks: int
     bubble: float  # idle time over busy time of a stage: (P - 1) / (v M)
     compute: float  # seconds of forward, backward and recomputation, bubble and empty slots left out
-    traffic: dict[str, Traffic]  # expert, pipeline, data, host
+    recomputed: float  # FLOPs of layers done again over those of their forward pass
+    traffic: dict[str, Traffic]  # expert, pipeline, data; host, of the optimizer and of activations
     newton_schulz: float  # seconds of the busiest rank
     balance: float  # its FLOPs over an equal share
     step: float  # seconds, at the least
@@ -125,13 +126,14 @@ def plan(run: RunConfig, devices: int, machine: Machine) -> Plan:
     found, n = flops.training_flops(run, run.seq_len), run.model.n_layers + run.model.n_mtp
     rate = machine.tflops * 1e12
     slot = (found.total - found.head) / n
-    # A layer is recomputed once before its backward pass: 4 passes instead of 3. All stages take the ticks of the fullest.
-    layers = per_device * pipe.layout.slots * slot * 4 / 3 / rate
+    # Three passes, and what the policy recomputes. All stages take the ticks of the fullest.
+    held = activations.cost(run.model, pipe.shape.actions, run.seq_len)
+    layers = per_device * pipe.layout.slots * slot * (3 + held.recomputed) / 3 / rate
     head = per_device * found.head / sizes.pipeline / rate
     bubble = (sizes.pipeline - 1) / (sizes.chunks * M)
     traffic = traffic_of(run, sizes, machine, pipe, owners)
     newton_schulz = float(owners.load_ZR.max()) / rate
-    hidden = max(layers * (1 + bubble) + head, traffic["expert"].seconds, traffic["pipeline"].seconds)
+    hidden = max(layers * (1 + bubble) + head, *(traffic[name].seconds for name in ("expert", "pipeline", "host, activations")))
     step = hidden + traffic["data"].seconds + max(newton_schulz, traffic["host"].seconds)
     tokens = run.batch * run.seq_len
     return Plan(
@@ -144,6 +146,7 @@ def plan(run: RunConfig, devices: int, machine: Machine) -> Plan:
         ticks=schedule.ticks(sizes.pipeline, sizes.chunks, M),
         bubble=bubble,
         compute=layers * n / (pipe.layout.slots * sizes.pipeline) + head,
+        recomputed=held.recomputed,
         traffic=traffic,
         newton_schulz=newton_schulz,
         balance=owners.balance,
@@ -166,7 +169,7 @@ def memory_of(run: RunConfig, sizes: MeshConfig, pipe: stage.Pipeline, owners: o
     element = 2 if model.dtype == "bfloat16" else 4
     tokens = run.batch // (pipe.microbatches * sizes.expert * sizes.data) * run.seq_len
     stream = tokens * model.d_model * element
-    slots = int(pipe.slot_ZN.max()) + 1
+    held, units = activations.cost(model, pipe.shape.actions, run.seq_len), (pipe.slots + 1) * pipe.layout.layers * tokens
     exchange = sizes.expert * pipe.shape.exchange.capacity * model.d_model * element if sizes.expert > 1 else stream
     hidden = 3 * pipe.shape.keep * pipe.shape.block * model.moe.d_expert * element
     heads = 2 * tokens * (a.n_heads + a.n_kv_heads) * (a.d_nope + a.d_rope + a.d_value) * element // 2
@@ -174,9 +177,9 @@ def memory_of(run: RunConfig, sizes: MeshConfig, pipe: stage.Pipeline, owners: o
         weights=weights,
         gradients=gradients,
         optimizer=0 if sizes.offload else optimizer,
-        residuals=slots * pipe.layout.layers * stream,
-        temporaries=EXCHANGES * exchange + hidden + heads + 4 * stream,
-        on_host=optimizer if sizes.offload else 0,
+        activations=round(held.device * units),
+        temporaries=EXCHANGES * exchange + hidden + heads + 4 * stream + round(2 * held.host * tokens * pipe.layout.layers),
+        on_host=(optimizer if sizes.offload else 0) + round(held.host * units),
     )
 
 
@@ -200,11 +203,13 @@ def traffic_of(
     data = there * ((R - 1) / R * rest + (DP - 1) / DP * experts) + 2 * 4 * (R - 1) / R * owners.width * owners.ranks
     # Master weights are read for the working copy and for the update, moments for the update; both are written back.
     owned = sum(ownership.rank_bytes(owners).values()) if sizes.offload else 0
+    away = activations.cost(model, pipe.shape.actions, run.seq_len).host * tokens * units  # and read back
     return {
         "expert": Traffic((EP - 1) * row, expert_seconds),
         "pipeline": Traffic(ring, ring / machine.network / 1e9),
         "data": Traffic(data, data / machine.network / 1e9),
         "host": Traffic(2.5 * owned, 1.5 * owned / machine.host / 1e9),
+        "host, activations": Traffic(2 * away, away / machine.host / 1e9),
     }
 
 
@@ -256,7 +261,7 @@ def render(one: Plan, run: RunConfig, machine: Machine) -> str:
     lines += [aligned(rows, left={0}), "", "a step, bytes sent by a device and seconds at the least"]
     rows = [(f"  {name}", f"{t.sent / 1e9:,.1f} GB", f"{t.seconds:.2f} s") for name, t in one.traffic.items() if t.sent]
     rows += [
-        ("  compute, layers recomputed once", "", f"{one.compute:.2f} s"),
+        (f"  compute, {one.recomputed:.0%} of a forward pass done again", "", f"{one.compute:.2f} s"),
         (f"  Newton-Schulz, busiest rank {one.balance:.2f} of its share", "", f"{one.newton_schulz:.2f} s"),
         ("  step", "", f"{one.step:.2f} s"),
     ]

@@ -18,6 +18,7 @@ SEES = {
     "parallel": LEAF | {"kernels", "model", "optim"},
     "data": LEAF,
     "scaling": LEAF | {"kernels"},
+    "infer": LEAF | {"kernels", "model", "data"},
     "train": LEAF | {"allocator", "kernels", "model", "optim", "parallel", "data", "scaling", "command"},
     "plan": LEAF | {"command", "kernels", "model", "optim", "parallel", "scaling"},
 }

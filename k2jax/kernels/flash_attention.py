@@ -1,8 +1,10 @@
-"""Causal attention that also returns the largest logit of each head, blockwise with an online softmax.
+"""Causal attention that also returns the largest logit of each head, at no further pass: it is the maximum of the row maxima
+that the softmax needs anyway.
 
-This is the jnp form: the CPU path and the reference of every kernel. Nothing of size [T, T] is formed above one block, and
-the backward pass recomputes the probabilities from the saved log-sum-exp. The largest logit costs no further pass: it is the
-maximum of the row maxima that the softmax needs anyway.
+On NVIDIA GPUs it is Pallas kernels (`flash_attention_triton`) in half precision, elsewhere blocks in jnp
+(`flash_attention_blockwise`), on TPUs too: the kernel that jax ships for them returns the log-sum-exp but not the largest
+logit. Both keep inputs, output and the log-sum-exp of each row for the backward pass, and recompute probabilities: memory
+grows with T.
 
 With a soft cap (Gemma 2 report) a logit s enters the softmax as `cap * tanh(s / cap)`. The statistic is then still that of s,
 before the cap: the cap bounds what attention sees, not what it is given, and it is the latter whose growth one wants to see.
@@ -13,9 +15,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-MASKED = -1e30  # finite, so that a row without any allowed key gives 0 and not nan
+from k2jax.kernels import flash_attention_blockwise as blockwise
+from k2jax.kernels import flash_attention_triton as triton
+from k2jax.kernels.tiles import nvidia_is_capable
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "block", "soft_cap"))
@@ -34,115 +39,42 @@ def attention(
     Head h reads key head `h // (H / G)`. Segment 0 is padding: it attends to nothing and returns 0. Logits are scaled and in
     float32; the maximum is over batch, queries and allowed keys, carries no gradient, and is -1e30 where no pair is allowed.
     `soft_cap` bounds the logits that the softmax takes; the maximum is of those before it. At 0 it is off and costs nothing.
+    `block` is that of the jnp form; the kernels, which GSPMD does not partition, have their own: on a mesh call this inside
+    shard_map.
     """
-    B, T, H, _ = q_BTHY.shape
-    G = k_BSGY.shape[2]
-    block = min(block, T)
-    padding = -T % block
-
-    def heads_first(x):  # [B, T, n, width] -> [B, n, blocks, block, width]
-        x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
-        return x.transpose(0, 2, 1, 3).reshape(B, x.shape[2], -1, block, x.shape[3])
-
-    q = heads_first(q_BTHY)
-    q = q.reshape(B, G, H // G, *q.shape[2:])
-    segments = jnp.pad(segments_BT, ((0, 0), (0, padding))).reshape(B, -1, block)
-    o, row_max = _attend(q, heads_first(k_BSGY), heads_first(v_BSGV), segments, scale, soft_cap)
-    o = o.reshape(B, H, T + padding, -1)[:, :, :T].transpose(0, 2, 1, 3)
-    return o, lax.stop_gradient(row_max).max(axis=(0, 3, 4)).reshape(H)
+    numbers = scale, soft_cap, block
+    given = (lax.stop_gradient(x) for x in (q_BTHY, k_BSGY, v_BSGV))
+    o_BTHV, max_logit_H, lse_BHT = _forward(*given, segments_BT, *numbers)
+    # By these names an activation policy knows what the backward pass needs of the forward one.
+    o_BTHV, lse_BHT = checkpoint_name(o_BTHV, "attention"), checkpoint_name(lse_BHT, "attention_lse")
+    return _differentiable(q_BTHY, k_BSGY, v_BSGV, segments_BT, o_BTHV, lse_BHT, *numbers), max_logit_H
 
 
-def _logits(q, k, segments_q, segments_k, i, j, scale):
-    """Logits of query block i against key block j, [B, G, H/G, block, block], with MASKED where no attention is allowed."""
-    s = jnp.einsum("bghtx,bgsx->bghts", q, k, preferred_element_type=jnp.float32) * scale
-    block = q.shape[-2]
-    t, u = jnp.arange(block)[:, None] + i * block, jnp.arange(block)[None, :] + j * block
-    allowed = (segments_q[:, :, None] == segments_k[:, None, :]) & (segments_q[:, :, None] > 0) & (t >= u)[None]
-    return jnp.where(allowed[:, None, None], s, MASKED)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _differentiable(q, k, v, segments, o, lse, scale, soft_cap, block):
+    """`o`, with attention's gradient."""
+    return o
 
 
-def _capped(s, soft_cap):
-    """`soft_cap * tanh(s / soft_cap)`, which keeps order: the cap of a maximum is the maximum of the capped."""
-    return jnp.where(s > MASKED, soft_cap * jnp.tanh(s / soft_cap), MASKED) if soft_cap else s
+def _forward(q, k, v, segments, scale, soft_cap, block):
+    """Output, largest logit of each head, log-sum-exp of each row."""
+    reference = functools.partial(blockwise.forward, scale=scale, soft_cap=soft_cap, block=block)
+    kernel = functools.partial(triton.forward, scale=scale, soft_cap=soft_cap)
+    return _by_platform(reference, kernel, q, k, v, segments)
 
 
-def _at(x, i, axis):
-    return lax.dynamic_index_in_dim(x, i, axis, keepdims=False)
+def _backward(scale, soft_cap, block, saved, d_o):
+    reference = functools.partial(blockwise.backward, scale=scale, soft_cap=soft_cap, block=block)
+    kernel = functools.partial(triton.backward, scale=scale, soft_cap=soft_cap)
+    return *_by_platform(reference, kernel, *saved, d_o), None, None, None
 
 
-def _put(x, value, i, axis):
-    return lax.dynamic_update_index_in_dim(x, value, i, axis)
+_differentiable.defvjp(lambda *given: (given[4], given[:6]), _backward)
 
 
-def _add(x, value, i, axis):
-    return _put(x, _at(x, i, axis) + value, i, axis)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q, k, v, segments, scale, soft_cap):
-    """q [B, G, H/G, n, block, Y], k [B, G, n, block, Y], v [B, G, n, block, V] -> output like q, row maxima."""
-    return _forward(q, k, v, segments, scale, soft_cap)[0]
-
-
-def _forward(q, k, v, segments, scale, soft_cap):
-    n = q.shape[3]
-
-    def query_block(i, out):
-        o_all, max_all, lse_all = out
-        q_i, segments_i = _at(q, i, 3), _at(segments, i, 1)
-
-        def key_block(j, state):
-            o, m, total = state
-            s = _logits(q_i, _at(k, j, 2), segments_i, _at(segments, j, 1), i, j, scale)
-            m_new = jnp.maximum(m, s.max(-1))
-            top = _capped(m_new, soft_cap)
-            p = jnp.where(s > MASKED, jnp.exp(_capped(s, soft_cap) - top[..., None]), 0)
-            shrink = jnp.exp(_capped(m, soft_cap) - top)
-            pv = jnp.einsum("bghts,bgsv->bghtv", p.astype(v.dtype), _at(v, j, 2), preferred_element_type=jnp.float32)
-            return o * shrink[..., None] + pv, m_new, total * shrink + p.sum(-1)
-
-        rows = q_i.shape[:-1]
-        empty = jnp.zeros((*rows, v.shape[-1]), jnp.float32), jnp.full(rows, MASKED), jnp.zeros(rows, jnp.float32)
-        o, m, total = key_block(0, empty) if n == 1 else lax.fori_loop(0, i + 1, key_block, empty)
-        o = o / jnp.maximum(total, 1e-30)[..., None]
-        lse = _capped(m, soft_cap) + jnp.log(jnp.maximum(total, 1e-30))
-        return _put(o_all, o.astype(q.dtype), i, 3), _put(max_all, m, i, 3), _put(lse_all, lse, i, 3)
-
-    rows = q.shape[:-1]
-    out = jnp.zeros((*rows, v.shape[-1]), q.dtype), jnp.zeros(rows, jnp.float32), jnp.zeros(rows, jnp.float32)
-    o, row_max, lse = query_block(0, out) if n == 1 else lax.fori_loop(0, n, query_block, out)
-    return (o, row_max), (q, k, v, segments, o, lse)
-
-
-def _backward(scale, soft_cap, saved, gradients):
-    q, k, v, segments, o, lse = saved
-    do = gradients[0]
-    n = q.shape[3]
-    delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)  # rowwise do . o, the softmax Jacobian's second term
-
-    def key_block(j, out):
-        dq, dk_all, dv_all = out
-        k_j, v_j, segments_j = _at(k, j, 2), _at(v, j, 2), _at(segments, j, 1)
-
-        def query_block(i, state):
-            dq, dk, dv = state
-            q_i, do_i = _at(q, i, 3), _at(do, i, 3)
-            s = _logits(q_i, k_j, _at(segments, i, 1), segments_j, i, j, scale)
-            p = jnp.where(s > MASKED, jnp.exp(_capped(s, soft_cap) - _at(lse, i, 3)[..., None]), 0)
-            dv = dv + jnp.einsum("bghts,bghtv->bgsv", p.astype(do.dtype), do_i, preferred_element_type=jnp.float32)
-            dp = jnp.einsum("bghtv,bgsv->bghts", do_i, v_j, preferred_element_type=jnp.float32)
-            ds = p * (dp - _at(delta, i, 3)[..., None]) * scale
-            ds = (ds * (1 - jnp.square(jnp.tanh(s / soft_cap))) if soft_cap else ds).astype(q.dtype)
-            dq = _add(dq, jnp.einsum("bghts,bgsx->bghtx", ds, k_j, preferred_element_type=jnp.float32), i, 3)
-            return dq, dk + jnp.einsum("bghts,bghtx->bgsx", ds, q_i, preferred_element_type=jnp.float32), dv
-
-        start = dq, jnp.zeros(k_j.shape, jnp.float32), jnp.zeros(v_j.shape, jnp.float32)
-        dq, dk, dv = query_block(0, start) if n == 1 else lax.fori_loop(j, n, query_block, start)
-        return dq, _put(dk_all, dk.astype(k.dtype), j, 2), _put(dv_all, dv.astype(v.dtype), j, 2)
-
-    out = jnp.zeros(q.shape, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)
-    dq, dk, dv = key_block(0, out) if n == 1 else lax.fori_loop(0, n, key_block, out)
-    return dq.astype(q.dtype), dk, dv, None
-
-
-_attend.defvjp(_forward, _backward)
+def _by_platform(reference, kernel, q, k, v, *arrays):
+    """The kernel on NVIDIA GPUs if it takes these arrays: in one half precision, and heads not too wide."""
+    half = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
+    if half and triton.fits(q.shape[-1], v.shape[-1]) and nvidia_is_capable():
+        return lax.platform_dependent(q, k, v, *arrays, default=reference, cuda=kernel)
+    return reference(q, k, v, *arrays)

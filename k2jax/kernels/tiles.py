@@ -1,4 +1,4 @@
-"""What the Pallas kernels of Newton-Schulz share: where they run, which tiles they compute, and tiles of ragged arrays.
+"""What the Pallas kernels share: where they run, which tiles they compute, and tiles of ragged arrays.
 
 Triton takes blocks whose sides are powers of two, products of at least 16 a side, and looks after no edge: loads and stores
 beyond an array's end are masked here, and only where a block can reach beyond it.
@@ -61,18 +61,18 @@ def matrix(n: int, m: int, multiples: tuple[int, int], at: Callable[..., tuple])
 def read(ref, first: tuple, shape: tuple[int, int], sides: tuple[int, int]) -> jax.Array:
     """The block from `first` on of a matrix that has these sides; zeros beyond them."""
     at = ref.at[pl.ds(first[0], shape[0]), pl.ds(first[1], shape[1])]
-    mask = _inside(sides, first, shape)
+    mask = inside(sides, first, shape)
     return plt.load(at) if mask is None else plt.load(at, mask=mask, other=0.0)
 
 
 def write(ref, first: tuple, block: jax.Array, sides: tuple[int, int], mask: jax.Array | None = None) -> None:
     """Stores, from `first` on, the part of the block that lies in a matrix of these sides, and in the mask."""
     at = ref.at[pl.ds(first[0], block.shape[0]), pl.ds(first[1], block.shape[1])]
-    inside = _inside(sides, first, block.shape)
-    plt.store(at, block, mask=mask if inside is None else inside if mask is None else inside & mask)
+    edges = inside(sides, first, block.shape)
+    plt.store(at, block, mask=mask if edges is None else edges if mask is None else edges & mask)
 
 
-def _inside(sides: tuple[int, int], first: tuple, shape: tuple[int, int]) -> jax.Array | None:
+def inside(sides: tuple[int, int], first: tuple, shape: tuple[int, int]) -> jax.Array | None:
     """Which elements of a block lie in a matrix; None if no block has an edge of it within."""
     masks = [
         first[axis] + lax.broadcasted_iota(jnp.int32, shape, axis) < sides[axis] for axis in (0, 1) if sides[axis] % shape[axis]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from k2jax.config import ModelConfig
@@ -47,9 +48,10 @@ class Block(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], context: Context
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Float[Array, " H"]]:
         """The first half: the stream with attention added, its norm, which the ffn reads, and the largest logits."""
-        y_BTD, max_logit_H = self.attention(rms_norm(x_BTD, self.attention_norm_D[...], self.eps), context)
-        x_BTD = x_BTD + y_BTD
-        return x_BTD, rms_norm(x_BTD, self.ffn_norm_D[...], self.eps), max_logit_H
+        z_BTD = checkpoint_name(rms_norm(x_BTD, self.attention_norm_D[...], self.eps), "norms")
+        y_BTD, max_logit_H = self.attention(z_BTD, context)
+        x_BTD = checkpoint_name(x_BTD + y_BTD, "stream")
+        return x_BTD, checkpoint_name(rms_norm(x_BTD, self.ffn_norm_D[...], self.eps), "norms"), max_logit_H
 
 
 @functools.lru_cache
@@ -70,17 +72,19 @@ def run_stack(
     around: Around = keep,
 ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
     """Applies stacked layers in order; returns the stream and, stacked over layers, `max_logit_LH`, and with experts
-    `load_LE` and the summed `balance`. `around` wraps the function of one layer: `jax.checkpoint` recomputes it."""
+    `load_LE` and the summed `balance`. `around` wraps the function `(x, layer, context) -> (x, seen)` of one layer:
+    `jax.checkpoint` recomputes it."""
     graphdef, weights = nnx.split(layers)
 
-    def step(x_BTD, layer):
+    def run(x_BTD, layer, context):
         x_BTD, (max_logit_H, routing) = nnx.merge(graphdef, layer[0])(x_BTD, layer[1], context)
         seen = {"max_logit_LH": max_logit_H}
         if routing is not None:
             seen |= {"load_LE": routing.load_E, "balance": routing.balance}
         return x_BTD, seen
 
-    x_BTD, seen = lax.scan(around(step), x_BTD, (weights, bias_LE))
+    run = around(run)
+    x_BTD, seen = lax.scan(lambda x_BTD, layer: run(x_BTD, layer, context), x_BTD, (weights, bias_LE))
     if "balance" in seen:
         seen["balance"] = jnp.sum(seen["balance"])
     return x_BTD, seen

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from k2jax.config import AttentionConfig, ModelConfig
@@ -54,30 +55,43 @@ class MLA(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Float[Array, " H"]]:
         """Returns the layer's output and the largest attention logit of each head."""
-        c_BSC = self.latent(x_BTD)
-        v_BSHV = project(c_BSC, self.v_CHV[...])
-        o_BTHV, max_logit_H = attend(self.config, self.query(x_BTD, context), self.key(x_BTD, c_BSC, context), v_BSHV, context)
+        k_BSHY, v_BSHV = self.key_value(x_BTD, context)
+        o_BTHV, max_logit_H = attend(self.config, self.query(x_BTD, context), k_BSHY, v_BSHV, context)
         return merge_heads(o_BTHV, self.o_HVD[...]), max_logit_H
 
     def query(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H Y"]:
         """Each head's query: its part without position, then the rotated one."""
         a, eps = self.config.attention, self.config.norm_eps
-        q_BTQ = rms_norm(project(x_BTD, self.q_down_DQ[...]), self.q_norm_Q[...], eps)
+        q_BTQ = checkpoint_name(project(x_BTD, self.q_down_DQ[...]), "latents")
+        q_BTQ = rms_norm(q_BTQ, self.q_norm_Q[...], eps)
         q_nope_BTHN = norm_heads(project(q_BTQ, self.q_nope_QHN[...]), self.q_nope_norm_N, eps)
         q_rope_BTHR = norm_heads(project(q_BTQ, self.q_rope_QHR[...]), self.q_rope_norm_R, eps)
         return jnp.concatenate([q_nope_BTHN, rotate(q_rope_BTHR, *context[1:], a.rope.layout)], -1)
 
     def latent(self, x_BTD: Float[Array, "B S D"]) -> Float[Array, "B S C"]:
         """The compressed key-value; decoding caches this and the rotated key, and nothing else."""
-        return rms_norm(project(x_BTD, self.kv_down_DC[...]), self.kv_norm_C[...], self.config.norm_eps)
+        c_BSC = checkpoint_name(project(x_BTD, self.kv_down_DC[...]), "latents")
+        return rms_norm(c_BSC, self.kv_norm_C[...], self.config.norm_eps)
 
-    def key(self, x_BTD: Float[Array, "B S D"], c_BSC: Float[Array, "B S C"], context: Context) -> Float[Array, "B S H Y"]:
-        """Each head's key: its own part, from the latent, then the rotated one that all heads share."""
-        a, eps = self.config.attention, self.config.norm_eps
-        k_nope_BSHN = norm_heads(project(c_BSC, self.k_nope_CHN[...]), self.k_nope_norm_N, eps)
-        k_rope_BSHR = norm_heads(project(x_BTD, self.k_rope_DR[...])[:, :, None], self.k_rope_norm_R, eps)
-        k_rope_BSHR = rotate(k_rope_BSHR, *context[1:], a.rope.layout)
-        return jnp.concatenate([k_nope_BSHN, jnp.broadcast_to(k_rope_BSHR, (*k_nope_BSHN.shape[:3], a.d_rope))], -1)
+    def rotated_key(self, x_BTD: Float[Array, "B S D"], context: Context) -> Float[Array, "B S 1 R"]:
+        """The rotated key that all heads share."""
+        k_BSHR = checkpoint_name(project(x_BTD, self.k_rope_DR[...]), "latents")[:, :, None]
+        k_BSHR = norm_heads(k_BSHR, self.k_rope_norm_R, self.config.norm_eps)
+        return rotate(k_BSHR, *context[1:], self.config.attention.rope.layout)
+
+    def expand(
+        self, c_BSC: Float[Array, "B S C"], k_rope_BSHR: Float[Array, "B S 1 R"]
+    ) -> tuple[Float[Array, "B S H Y"], Float[Array, "B S H V"]]:
+        """Each head's key, its own part, from the latent, before the rotated one; and its value."""
+        k_nope_BSHN = norm_heads(project(c_BSC, self.k_nope_CHN[...]), self.k_nope_norm_N, self.config.norm_eps)
+        k_rope_BSHR = jnp.broadcast_to(k_rope_BSHR, (*k_nope_BSHN.shape[:3], k_rope_BSHR.shape[-1]))
+        return jnp.concatenate([k_nope_BSHN, k_rope_BSHR], -1), project(c_BSC, self.v_CHV[...])
+
+    def key_value(
+        self, x_BTD: Float[Array, "B S D"], context: Context
+    ) -> tuple[Float[Array, "B S H Y"], Float[Array, "B S H V"]]:
+        """Each head's key and value."""
+        return self.expand(self.latent(x_BTD), self.rotated_key(x_BTD, context))
 
 
 class GQA(nnx.Module):
@@ -94,12 +108,21 @@ class GQA(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Float[Array, " H"]]:
         """Returns the layer's output and the largest attention logit of each query head."""
-        a, eps = self.config.attention, self.config.norm_eps
-        q_BTHR = norm_heads(project(x_BTD, self.q_DHR[...]), self.q_norm_R, eps)
-        k_BSGR = norm_heads(project(x_BTD, self.k_DGR[...]), self.k_norm_R, eps)
-        q_BTHR, k_BSGR = (rotate(x, *context[1:], a.rope.layout) for x in (q_BTHR, k_BSGR))
-        o_BTHV, max_logit_H = attend(self.config, q_BTHR, k_BSGR, project(x_BTD, self.v_DGV[...]), context)
+        k_BSGR, v_BSGV = self.key_value(x_BTD, context)
+        o_BTHV, max_logit_H = attend(self.config, self.query(x_BTD, context), k_BSGR, v_BSGV, context)
         return merge_heads(o_BTHV, self.o_HVD[...]), max_logit_H
+
+    def query(self, x_BTD: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H R"]:
+        """Each query head's query, rotated."""
+        q_BTHR = norm_heads(project(x_BTD, self.q_DHR[...]), self.q_norm_R, self.config.norm_eps)
+        return rotate(q_BTHR, *context[1:], self.config.attention.rope.layout)
+
+    def key_value(
+        self, x_BTD: Float[Array, "B S D"], context: Context
+    ) -> tuple[Float[Array, "B S G R"], Float[Array, "B S G V"]]:
+        """Each key head's key, rotated, and value."""
+        k_BSGR = norm_heads(project(x_BTD, self.k_DGR[...]), self.k_norm_R, self.config.norm_eps)
+        return rotate(k_BSGR, *context[1:], self.config.attention.rope.layout), project(x_BTD, self.v_DGV[...])
 
 
 def attend(
@@ -112,6 +135,7 @@ def attend(
     """The attention core as the config has it: outputs, and the largest logit of each head, before any soft cap."""
     a = config.attention
     scale, cap = softmax_scale(a), a.soft_cap
+    q_BTHY, k_BSGY, v_BSGV = (checkpoint_name(x, "heads") for x in (q_BTHY, k_BSGY, v_BSGV))
     return attention(q_BTHY, k_BSGY, v_BSGV, context.segments_BT, scale=scale, block=a.block, soft_cap=cap)
 
 

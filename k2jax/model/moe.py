@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from k2jax.config import ModelConfig, MoEConfig
@@ -84,7 +85,8 @@ class MoE(nnx.Module):
 
 def swiglu(x_BTD, gate_DF, up_DF, down_FD):
     """`(silu(x @ gate) * (x @ up)) @ down`."""
-    return project(jax.nn.silu(project(x_BTD, gate_DF)) * project(x_BTD, up_DF), down_FD)
+    gate_BTF, up_BTF = (checkpoint_name(project(x_BTD, w), "gates") for w in (gate_DF, up_DF))
+    return project(checkpoint_name(jax.nn.silu(gate_BTF) * up_BTF, "hidden"), down_FD)
 
 
 def route(
@@ -105,7 +107,7 @@ def route(
     biased_XE = lax.stop_gradient(score_XE) + bias_E.reshape(1, E)
     if config.n_groups > 1:
         biased_XE = keep_groups(config, biased_XE)
-    expert_XK = lax.top_k(biased_XE, K)[1]
+    expert_XK = checkpoint_name(lax.top_k(biased_XE, K)[1], "routing")
     chosen_XK = jnp.take_along_axis(score_XE, expert_XK, axis=1)
     scale = config.routed_scale or routed_scale(E, K, config.n_shared)
     weight_XK = scale * chosen_XK / (chosen_XK.sum(-1, keepdims=True) + 1e-20)

@@ -220,7 +220,8 @@ def _element(dtype: str) -> float:
 def _split(text: str) -> tuple[str, str]:
     """What stands in the parentheses that the text begins with, or before its first space, and the rest."""
     if not text.startswith("("):
-        return text.split(" ", 1)
+        shape, _, rest = text.partition(" ")
+        return shape, rest
     depth = 0
     for at, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")

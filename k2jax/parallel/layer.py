@@ -3,12 +3,12 @@
 A coroutine yields words that go through the experts' exchange and is sent what arrived (`k2jax.parallel.pairing` drives it).
 
 Forward:  attention, router -> dispatch -> experts -> combine.
-Backward: the same recomputed up to the router, then dispatch of tokens and output gradients -> gradients of rows -> their
-combine -> gradients of router and attention; the experts' weight gradients are left to the caller, to run beside the pipeline's
-transfer (report 2.4.2, decoupled weight gradient).
+Backward: the same up to the router, what was not stored recomputed (`k2jax.parallel.activations`), then dispatch of tokens and
+output gradients -> gradients of rows -> their combine -> gradients of router and attention; the experts' weight gradients are
+left to the caller, to run beside the pipeline's transfer (report 2.4.2, decoupled weight gradient).
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from k2jax.config import ModelConfig
-from k2jax.kernels import expert_rows
+from k2jax.config import Action, ModelConfig
+from k2jax.kernels import expert_rows, grouped_matmul_rows
 from k2jax.kernels.expert_rows import Experts
 from k2jax.model.block import holding
 from k2jax.model.mla import Context
-from k2jax.parallel import dense
+from k2jax.parallel import activations, dense
 from k2jax.parallel.expert import Exchange
 from k2jax.parallel.layout import DENSE, IDENTITY
 
@@ -63,6 +63,7 @@ class Shape(NamedTuple):
     exchange: Exchange
     block: int  # rows a block of the experts' products
     keep: int  # blocks whose hidden activations the backward pass keeps
+    actions: Mapping[str, Action]  # what becomes of a layer's activations
 
 
 def _before_experts(shape: Shape, kind, bias_E, context: Context, weights: dict, x_BTD) -> tuple[_Ready, tuple]:
@@ -110,17 +111,19 @@ def experts_of(weights: dict) -> Experts:
 
 
 def forward(shape: Shape, slot: Slot, context: Context, x_BTD: Float[Array, "B T D"]) -> Exchanged:
-    """Yields twice; returns the layer's output and what it observed."""
+    """Yields twice; returns the layer's output, what it observed, and what is stored of its activations, the input left out."""
     exchange, (B, T, D) = shape.exchange, x_BTD.shape
     before, weights = _prepare(shape, slot, context)
-    ready, (expert_XK, goes_X, max_logit_H, load_E) = before(weights, x_BTD)
+    before = activations.collect(before, activations.stored_names(shape.actions))
+    (ready, (expert_XK, goes_X, max_logit_H, load_E)), named = before(weights, x_BTD)
     queues = exchange.queue_up(expert_XK, goes_X)
     z_XD, experts = ready.z_BTD.reshape(B * T, D), experts_of(slot.weights)
 
     def answer(words):
         arrived = exchange.unpack(words, (z_XD,), expert_XK.shape[1])
         blocks = expert_rows.sort_pairs(arrived.expert_XK, exchange.local, shape.block)
-        y_XD = expert_rows.forward(arrived.rows[0], blocks, arrived.weight_XK, experts, slot.index, shape.block)
+        given = arrived.rows[0], blocks, arrived.weight_XK
+        y_XD = grouped_matmul_rows.forward(*given, experts, slot.index, shape.block, shape.keep)
         return exchange.pack_answer(y_XD), arrived.rounds
 
     def send(turn):
@@ -135,7 +138,7 @@ def forward(shape: Shape, slot: Slot, context: Context, x_BTD: Float[Array, "B T
     if exchange.ranks > 1:
         y_XD = lax.fori_loop(1, rounds, further, y_XD)
     seen = Seen(max_logit_H, load_E, ready.balance, rounds)
-    return ready.base_BTD + y_XD.reshape(B, T, D), seen
+    return ready.base_BTD + y_XD.reshape(B, T, D), seen, activations.store(shape.actions, named)
 
 
 class Backward(NamedTuple):
@@ -151,6 +154,7 @@ def backward(
     slot: Slot,
     context: Context,
     x_BTD: Float[Array, "B T D"],
+    stored: activations.Named,
     d_y_BTD: Float[Array, "B T D"],
     d_balance: Float[Array, ""],
     gradients: Experts,
@@ -158,6 +162,7 @@ def backward(
     """Yields twice; returns `Backward`. `gradients` are the experts' accumulators, which `finish` adds to and returns."""
     exchange, (B, T, D) = shape.exchange, x_BTD.shape
     before, weights = _prepare(shape, slot, context)
+    before = activations.replay(before, activations.load(stored, shape.model.dtype))
     ready, vjp, (expert_XK, goes_X, _, _) = jax.vjp(before, weights, x_BTD, has_aux=True)
     queues = exchange.queue_up(expert_XK, goes_X)
     rows = ready.z_BTD.reshape(B * T, D), d_y_BTD.reshape(B * T, D)
@@ -170,7 +175,8 @@ def backward(
         arrived = exchange.unpack(words, rows, expert_XK.shape[1])
         blocks = expert_rows.sort_pairs(arrived.expert_XK, exchange.local, shape.block)
         given = (*arrived.rows, blocks, arrived.weight_XK)
-        out, kept, gradients = expert_rows.backward_rows(*given, experts, slot.index, shape.block, gradients, keep)
+        numbers = slot.index, shape.block, gradients, keep, shape.keep
+        out, kept, gradients = grouped_matmul_rows.backward_rows(*given, experts, *numbers)
         return exchange.pack_answer(*out), arrived.rounds, (given, kept), gradients
 
     def collect(words, turn):
@@ -192,6 +198,6 @@ def backward(
     def finish():
         # Not before the input's gradient is there to be sent: the loop runs beside its transfer.
         (*rows, blocks, weight_XK), held, _ = lax.optimization_barrier((given, kept, d_x_BTD))
-        return expert_rows.backward_weights(*rows, blocks, weight_XK, held, slot.index, shape.block, gradients)
+        return grouped_matmul_rows.backward_weights(*rows, blocks, weight_XK, held, slot.index, shape.block, gradients)
 
     return Backward(d_x_BTD, d_weights, finish)

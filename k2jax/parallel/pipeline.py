@@ -5,8 +5,9 @@ microbatch (`k2jax.parallel.schedule`); what they produce moves one stage on, by
 each other: v*P ticks of forwards, M*v - v*P + P-1 of both, v*P of backwards. A unit outside 0 <= k < M*v sees padding alone: it
 sends no token, adds no gradient, and counts nowhere.
 
-Between forward and backward a unit keeps the input of each of its layers (the rest is recomputed), in slots that a table
-computed on the host hands out: v*P + P - 1 of them, however many microbatches there are.
+Between forward and backward a unit stores of its layers what the activation policy says (`k2jax.parallel.activations`; the rest
+is recomputed), in slots that a table computed on the host hands out: v*P + P - 1 of them, however many microbatches there are,
+and one for units that are out of range.
 
 Once in v*P ticks, for P ticks, it is the vocabulary's turn on all stages (`k2jax.parallel.turn`). MTP's layer is the last slot
 of the last stage and needs no ticks of its own. What not every tick or stage does stands in loops of 0 or 1 trips: a `cond`
@@ -27,7 +28,8 @@ from k2jax.config import ModelConfig
 from k2jax.model.mla import Context
 from k2jax.model.mtp import inside, join
 from k2jax.model.rope import look_up as look_up_angles
-from k2jax.parallel import dense, layer, schedule, turn
+from k2jax.parallel import activations, dense, layer, schedule, turn
+from k2jax.parallel.activations import Named
 from k2jax.parallel.layer import EXPERTS, Seen, Slot
 from k2jax.parallel.layout import MTP
 from k2jax.parallel.mesh import RANKS
@@ -52,10 +54,12 @@ def gradients(pipe: Pipeline, weights: dict, router_bias: dict, batch: Batch) ->
     Gradients are not yet summed over the ranks of a stage; `norm_D` and `mtp/norm_D` are the same on every stage.
     """
     here, P = stage(pipe, weights, router_bias, batch), pipe.layout.stages
-    carry = start(here, jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), here.weights))
+    carry = start(here, jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), here.weights), _empty_slots(here))
     first, both = pipe.period, pipe.units + P - 1
     ticks = schedule.ticks(P, pipe.layout.chunks, pipe.microbatches)
     carry = lax.fori_loop(0, first, lambda t, c: _tick(here, t, c, forward=True, backward=False), carry)
+    if activations.any_on_host(pipe.shape.actions):
+        carry = _fetch(here, first, carry)
     carry = lax.fori_loop(first, both, lambda t, c: _tick(here, t, c, forward=True, backward=True), carry)
     carry = lax.fori_loop(both, ticks, lambda t, c: _tick(here, t, c, forward=False, backward=True), carry)
     carry = turn.add_embedding_gradient(here, jnp.int32(ticks), carry)
@@ -69,7 +73,7 @@ def evaluate(pipe: Pipeline, weights: dict, router_bias: dict, batch: Batch) -> 
     def tick(t, carry):
         return _tick(here, t, turn.evaluate(here, t, carry), forward=True, backward=False)
 
-    carry = lax.fori_loop(0, pipe.units + pipe.layout.stages, tick, start(here, None))
+    carry = lax.fori_loop(0, pipe.units + pipe.layout.stages, tick, start(here, None, None))
     return lax.psum(carry.nll[0], RANKS)
 
 
@@ -102,8 +106,14 @@ def _unit(stage: Stage, k, decode) -> _Unit:
     """Unit k in the order of `decode`; the nearest one, not real, if it is out of range."""
     pipe, sizes = stage.pipe, (stage.pipe.layout.stages, stage.pipe.layout.chunks)
     chunk, microbatch = decode(jnp.clip(k, 0, pipe.units - 1), *sizes)
+    real = (k >= 0) & (k < pipe.units)
     slot = jnp.asarray(pipe.slot_ZN)[stage.z, schedule.forward_index(chunk, microbatch, *sizes)]
-    return _Unit(chunk, microbatch, slot, (k >= 0) & (k < pipe.units))
+    return _Unit(chunk, microbatch, jnp.where(real, slot, pipe.slots), real)
+
+
+def _unit_back(stage: Stage, t) -> _Unit:
+    """The backward unit of tick t."""
+    return _unit(stage, t - stage.pipe.period - (stage.last - stage.z), schedule.backward_unit)
 
 
 def _tick(stage: Stage, t, carry: Carry, *, forward: bool, backward: bool) -> Carry:
@@ -115,11 +125,11 @@ def _tick(stage: Stage, t, carry: Carry, *, forward: bool, backward: bool) -> Ca
     if forward:
         carry = turn.before_forward(stage, t, carry)
     if backward:
-        back = _unit(stage, t - pipe.period - (stage.last - stage.z), schedule.backward_unit)
-        # Read before the forward unit writes: the same slot may be handed on in this tick.
-        inputs, kept = lax.optimization_barrier((at(carry.kept, back.slot), carry.kept))
-        carry = carry._replace(kept=kept)
-        backward_unit = _backward(stage, back, inputs, carry, d_hidden_BTD, embed_BTD)
+        back = _unit_back(stage, t)
+        # Read before the forward unit writes: the same slot may be handed on in this tick. From the host a tick ahead.
+        now = _fetch(stage, t, carry) if carry.ahead is None else carry
+        stored, carry = now.ahead, _fetch(stage, t + 1, carry) if carry.ahead is not None else now._replace(ahead=None)
+        backward_unit = _backward(stage, back, stored, carry, d_hidden_BTD, embed_BTD)
     if forward:
         ahead = _unit(stage, t - stage.z, schedule.forward_unit)
         x_BTD = jnp.where(ahead.real, carry.x_BTD, 0)
@@ -134,7 +144,7 @@ def _tick(stage: Stage, t, carry: Carry, *, forward: bool, backward: bool) -> Ca
     if backward:
         d_x_BTD = _ring(came_back.tied, pipe.layout.stages, -1)
     if forward:
-        carry = _keep(stage, ahead, went, carry)._replace(x_BTD=_ring(went.tied, pipe.layout.stages, 1))
+        carry = _keep(stage, t, ahead, went, carry)._replace(x_BTD=_ring(went.tied, pipe.layout.stages, 1))
     if backward:
         total, d_embed_BTD = came_back.rest()
         carry = carry._replace(d_x_BTD=d_x_BTD, gradients=total)
@@ -144,9 +154,9 @@ def _tick(stage: Stage, t, carry: Carry, *, forward: bool, backward: bool) -> Ca
     return carry
 
 
-def _keep(stage: Stage, unit: _Unit, went: Done, carry: Carry) -> Carry:
-    """Notes what a forward unit observed, and keeps its inputs for its backward."""
-    inputs, seen, hidden_BTD = went.rest
+def _keep(stage: Stage, t, unit: _Unit, went: Done, carry: Carry) -> Carry:
+    """Notes what a forward unit observed, and keeps what it stored for its backward."""
+    stored, seen, hidden_BTD = went.rest
     first = unit.chunk * stage.pipe.layout.layers
     carry = carry._replace(
         max_logit_LH=_update(carry.max_logit_LH, seen.max_logit_H, first, jnp.maximum),
@@ -157,9 +167,34 @@ def _keep(stage: Stage, unit: _Unit, went: Done, carry: Carry) -> Carry:
     if carry.mtp:
         carry = carry._replace(mtp=carry.mtp._replace(hidden_BTD=hidden_BTD))
     if carry.kept is not None:
-        inputs = jnp.where(unit.real, inputs, at(carry.kept, unit.slot))  # one out of range must not write over one in flight
-        carry = carry._replace(kept=lax.dynamic_update_index_in_dim(carry.kept, inputs, unit.slot, 0))
+        away = [activations.put_away(stage.pipe.shape.actions, named) for named in stored]
+        put = lambda old, new: lax.dynamic_update_index_in_dim(old, new, unit.slot, 0)  # noqa: E731
+        carry = carry._replace(kept=jax.tree.map(put, carry.kept, away))
+    if carry.ahead is not None:
+        # On the last stage the next backward unit is this one, which was not there yet when the slots were read.
+        is_next = _unit_back(stage, t + 1).slot == unit.slot
+        carry = carry._replace(ahead=jax.tree.map(lambda new, old: jnp.where(is_next, new, old), stored, carry.ahead))
     return carry
+
+
+def _fetch(stage: Stage, t, carry: Carry) -> Carry:
+    """Reads what is stored for the backward unit of tick t, before anything writes to the slots."""
+    slot, of = _unit_back(stage, t).slot, stage.pipe.shape.actions
+    read = [activations.fetch(of, jax.tree.map(lambda x: at(x, slot), named)) for named in carry.kept]
+    read, kept = lax.optimization_barrier((read, carry.kept))
+    return carry._replace(kept=kept, ahead=read)
+
+
+def _empty_slots(stage: Stage) -> list[Named]:
+    """Zeros for what units store."""
+    pipe, (_, B, T1) = stage.pipe, stage.batch.tokens_BT.shape
+    carry = start(stage, None, None)
+
+    def first(x_BTD):
+        return alone(pipe.shape.exchange.travel, _forward(stage, _unit(stage, 0, schedule.forward_unit), x_BTD, carry)).rest[0]
+
+    stored = jax.eval_shape(first, jax.ShapeDtypeStruct((B, T1 - 1, pipe.model.d_model), pipe.model.dtype))
+    return [activations.empty(pipe.shape.actions, named, pipe.slots + 1) for named in stored]
 
 
 def _ring(x_BTD, stages: int, step: int):
@@ -213,18 +248,18 @@ def _input(stage: Stage, slot: Slot, place: int, x_BTD, embed_BTD):
 
 
 def _forward(stage: Stage, unit: _Unit, x_BTD, carry: Carry) -> Coroutine:
-    """Layer by layer; ends with the output, the layers' inputs, what they observed, and the last one's input."""
-    inputs, seen = [], []
+    """Layer by layer; ends with the output, what is stored of each layer, what they observed, and the last one's input."""
+    shape, stored, seen = stage.pipe.shape, [], []
     for place in range(stage.pipe.layout.layers):
-        slot = _slot(stage, unit, place)
-        inputs.append(x_BTD)
+        slot, input_BTD = _slot(stage, unit, place), x_BTD
         joined = _input(stage, slot, place, x_BTD, carry.mtp and carry.mtp.embed_BTD)
-        x_BTD, observed = yield from layer.forward(stage.pipe.shape, slot, _context(stage, unit, slot), joined)
+        x_BTD, observed, named = yield from layer.forward(shape, slot, _context(stage, unit, slot), joined)
+        stored.append(named | activations.store(shape.actions, {"input": (input_BTD,)}))
         seen.append(observed)
-    return Done(x_BTD, (jnp.stack(inputs), Seen(*map(jnp.stack, zip(*seen, strict=True))), inputs[-1]))
+    return Done(x_BTD, (stored, Seen(*map(jnp.stack, zip(*seen, strict=True))), input_BTD))
 
 
-def _backward(stage: Stage, unit: _Unit, inputs, carry: Carry, d_hidden_BTD, embed_BTD) -> Coroutine:
+def _backward(stage: Stage, unit: _Unit, stored: list[Named], carry: Carry, d_hidden_BTD, embed_BTD) -> Coroutine:
     """Layer by layer from the last; ends with the input's gradient, and a function that adds up those of the weights.
 
     The experts' of the first layer are formed in that function: beside the permute.
@@ -234,15 +269,16 @@ def _backward(stage: Stage, unit: _Unit, inputs, carry: Carry, d_hidden_BTD, emb
     d_balance = jnp.where(unit.real, 1.0 / stage.pipe.parts, 0.0)
     experts, d_layers = layer.experts_of(total["slots"]), []
     for place in reversed(range(stage.pipe.layout.layers)):
-        slot = _slot(stage, unit, place)
-        joined = _input(stage, slot, place, inputs[place], embed_BTD)
+        slot, named = _slot(stage, unit, place), dict(stored[place])
+        (input_BTD,) = activations.load({"input": named.pop("input")}, stage.pipe.model.dtype)["input"]
+        joined = _input(stage, slot, place, input_BTD, embed_BTD)
         context = _context(stage, unit, slot)
-        back = yield from layer.backward(stage.pipe.shape, slot, context, joined, d_x_BTD, d_balance, experts)
+        back = yield from layer.backward(stage.pipe.shape, slot, context, joined, named, d_x_BTD, d_balance, experts)
         d_x_BTD = back.d_x_BTD
         d_layers.append((slot.index, back.d_weights))
         if _may_be_mtp(stage, place):
             given = total["mtp"], d_x_BTD, jnp.zeros_like(d_x_BTD)
-            take_apart = lambda c, x=inputs[place]: _take_apart(stage, x, embed_BTD, c)  # noqa: E731
+            take_apart = lambda c, x=input_BTD: _take_apart(stage, x, embed_BTD, c)  # noqa: E731
             d_mtp, d_x_BTD, d_embed_BTD = when(slot.kind == MTP, take_apart, given)
             d_x_BTD, total = d_x_BTD + d_hidden_BTD, total | {"mtp": d_mtp}
         if place:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from k2jax.config import MeshConfig, ModelConfig, RunConfig
 from k2jax.kernels.expert_rows import block_rows
-from k2jax.parallel import dense, schedule
+from k2jax.parallel import activations, dense, schedule
 from k2jax.parallel.expert import Exchange, capacity
 from k2jax.parallel.layer import Shape
 from k2jax.parallel.layout import STACKS, Layout, layout
@@ -29,6 +29,11 @@ class Pipeline(NamedTuple):
     def model(self) -> ModelConfig:
         """The model's config."""
         return self.shape.model
+
+    @property
+    def slots(self) -> int:
+        """Slots for what units store between forward and backward."""
+        return int(self.slot_ZN.max()) + 1
 
     @property
     def units(self) -> int:
@@ -51,7 +56,7 @@ def pipeline(config: RunConfig, sizes: MeshConfig, microbatches: int) -> Pipelin
     block = block_rows(pairs, exchange.local)
     keep = -(-int(sizes.buffer * pairs) // block) + min(exchange.local, pairs)
     slot_ZN = schedule.residual_slots(sizes.pipeline, sizes.chunks, microbatches)
-    shape = Shape(model, exchange, block, keep)
+    shape = Shape(model, exchange, block, keep, activations.actions(config.activations, on_mesh=True))
     return Pipeline(layout(model, sizes), microbatches, microbatches * ranks, slot_ZN, shape)
 
 
@@ -78,7 +83,8 @@ class Carry(NamedTuple):
 
     x_BTD: jax.Array  # arriving from the stage before: the next forward unit's input
     d_x_BTD: jax.Array | None  # arriving from the stage after: the gradient of the next backward unit's output
-    kept: jax.Array | None  # inputs of every layer of the units in flight [slots, layers, B, T, D]
+    kept: list[activations.Named] | None  # by layer of a chunk, what is stored of the units in flight [slots, ...]
+    ahead: list[activations.Named] | None  # that of the next backward unit, back from the host; None if nothing is there
     gradients: dict | None
     nll: jax.Array  # next token, MTP
     balance: jax.Array
@@ -132,8 +138,8 @@ def by_stack(pipe: Pipeline, x_LH: Array) -> dict[str, Array]:
     return {stack: x_ZLH[place] for stack, place in places.items() if place[0].size}
 
 
-def start(stage: Stage, gradients: dict | None) -> Carry:
-    """The carry before the first tick; `gradients` are zero, or None in an evaluation."""
+def start(stage: Stage, gradients: dict | None, kept: list[activations.Named] | None) -> Carry:
+    """The carry before the first tick; `gradients` and `kept` are zero, or None in an evaluation."""
     pipe, model = stage.pipe, stage.pipe.model
     _, B, T1 = stage.batch.tokens_BT.shape
     x_BTD = jnp.zeros((B, T1 - 1, model.d_model), model.dtype)
@@ -141,7 +147,8 @@ def start(stage: Stage, gradients: dict | None) -> Carry:
     return Carry(
         x_BTD=x_BTD,
         d_x_BTD=x_BTD if training else None,
-        kept=jnp.zeros((pipe.slot_ZN.max() + 1, pipe.layout.layers, *x_BTD.shape), x_BTD.dtype) if training else None,
+        kept=kept,
+        ahead=None,
         gradients=gradients,
         nll=jnp.zeros(2),
         balance=jnp.zeros(()),

@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k2jax.config import MeshConfig, RunConfig
 from k2jax.model import transformer
-from k2jax.model.block import Around, keep
+from k2jax.model.block import Around
 from k2jax.model.moe import update_bias
 from k2jax.optim.muonclip import muonclip
 from k2jax.optim.schedules import learning_rate
-from k2jax.parallel import natural, pipeline, stage, zero1
+from k2jax.parallel import activations, natural, pipeline, stage, zero1
 from k2jax.parallel.mesh import BATCH, RANKS, microbatches
 from k2jax.train.loss import Batch, Counts, Parts, combine, count_targets, cross_entropy, loss, target_masks
 
@@ -237,13 +237,15 @@ def rows_of(config: RunConfig, pipe: stage.Pipeline, batch: Batch, *, divide: bo
 
 
 def gradients(
-    config: RunConfig, params: dict, router_bias: dict, batch: Batch, around: Around = keep
+    config: RunConfig, params: dict, router_bias: dict, batch: Batch, around: Around | None = None
 ) -> tuple[dict, Parts, jax.Array]:
     """Gradients, parts and value of the loss of a batch, one microbatch at a time, summed in float32.
 
-    The result is that of the undivided batch, exactly: the denominators are the whole batch's (`k2jax.train.loss`).
+    The result is that of the undivided batch, exactly: the denominators are the whole batch's (`k2jax.train.loss`). `around` is
+    put around every layer; by default it is what the config's activation policy asks for.
     """
     n, counts = config.microbatches or config.batch, count_targets(batch["segments_BT"])
+    around = around or activations.around(config)
 
     def of_part(part: Batch):
         value_and_grad = jax.value_and_grad(lambda p: loss(config.model, p, router_bias, part, counts, n, around), has_aux=True)

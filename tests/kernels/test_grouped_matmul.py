@@ -1,9 +1,13 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k2jax.kernels.grouped_matmul import routed_swiglu, sort_into_blocks
+from k2jax.kernels import grouped_matmul
+from k2jax.kernels.grouped_matmul import RAGGED, routed_swiglu, sort_into_blocks
+from tests.kernels.dense_products import DENSE
 
 
 def loop_over_experts(x_XD, expert_XK, weight_XK, gate_EDF, up_EDF, down_EFD):
@@ -52,6 +56,33 @@ def test_equals_a_loop_over_experts(X, routing):
         np.testing.assert_allclose(a, b, atol=3e-6 * float(jnp.abs(b).max()) + 1e-7)
 
     jax.tree.map(close, got, expected)
+
+
+@pytest.mark.parametrize("products", [DENSE, RAGGED], ids=["as-the-kernels", "ragged"])
+def test_grouped_products_equal_the_loop_over_blocks(products):
+    X, K, E, D, F = 50, 3, 6, 24, 20
+    rng = np.random.default_rng(0)
+    x, d_y, weight, gate, up, down = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in ((X, D), (X, D), (X, K), (E, D, F), (E, D, F), (E, F, D))
+    )
+    chosen = jnp.asarray(np.stack([1 + rng.permutation(E - 1)[:K] for _ in range(X)]), jnp.int32)  # none to expert 0
+    blocks = grouped_matmul.sort_into_blocks(chosen, E)
+    weight_P = grouped_matmul._padded_weight(blocks, weight)
+    given = x, weight_P, blocks, gate, up, down
+
+    def both(forward, backward):
+        y_PD, *halves = forward(*given)
+        return y_PD, *halves, *backward(*given, *halves, d_y)
+
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(lambda: both(grouped_matmul._loop_forward, grouped_matmul._loop_backward))()
+        grouped = (functools.partial(f, products) for f in (grouped_matmul._grouped_forward, grouped_matmul._grouped_backward))
+        got = jax.jit(lambda: both(*grouped))()
+    places = int(blocks.count) * grouped_matmul.BLOCK  # beyond them the grouped form may leave anything
+    for number, (a, b) in enumerate(zip(got, expected, strict=True)):
+        a, b = (a[:places], b[:places]) if number < 5 else (a, b)
+        np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max())
 
 
 def test_every_choice_has_one_place_in_a_block_of_its_expert():

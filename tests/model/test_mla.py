@@ -203,7 +203,7 @@ def test_decoding_from_the_latent_can_not_have_qk_norm():
         layer = build(lambda: MLA(config), 0.4, 0)
         c_BSC = layer.latent(x)
         q_THN, k_SHN, c_SC = (
-            np.array(y[0], np.float64) for y in (layer.query(x, context), layer.key(x, c_BSC, context), c_BSC)
+            np.array(y[0], np.float64) for y in (layer.query(x, context), layer.key_value(x, context)[0], c_BSC)
         )
         return layer, q_THN[..., :N], c_SC, np.einsum("thn,shn->hts", q_THN[..., :N], k_SHN[..., :N])
 

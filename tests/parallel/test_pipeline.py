@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from k2jax.config import MeshConfig
+from k2jax.config import ActivationConfig, MeshConfig
 from k2jax.model import transformer
 from k2jax.parallel import pipeline, stage
 from k2jax.parallel.layer import EXPERTS
@@ -18,10 +18,23 @@ from k2jax.train.step import gradients
 from tests.parallel.stages import cut, join
 
 WITHOUT = {"n_mtp": 0, "n_dense": 0}
+K2_UNROUNDED = ActivationConfig(policy="k2", gates="offload")  # K2's policy but for FP8
 CASES = {
-    "two layers a chunk": (MeshConfig(pipeline=2, chunks=2, data=1), {"n_layers": 6, "n_dense": 3}),
-    "seven layers in eight slots": (MeshConfig(pipeline=4, chunks=2, data=1), {"n_layers": 7, **WITHOUT, "microbatches": 8}),
-    "buffers of a row": (MeshConfig(expert=8, data=1, buffer=0.01), {"microbatches": 2, "n_dense": 3}),
+    "two layers a chunk, kept on the host": (
+        MeshConfig(pipeline=2, chunks=2, data=1),
+        {"n_layers": 6, "n_dense": 3},
+        K2_UNROUNDED,
+    ),
+    "seven layers in eight slots, all kept": (
+        MeshConfig(pipeline=4, chunks=2, data=1),
+        {"n_layers": 7, **WITHOUT, "microbatches": 8},
+        ActivationConfig(policy="none"),
+    ),
+    "buffers of a row, all recomputed": (
+        MeshConfig(expert=8, data=1, buffer=0.01),
+        {"microbatches": 2, "n_dense": 3},
+        ActivationConfig(),
+    ),
 }
 
 
@@ -57,16 +70,18 @@ def on_mesh(config, params, bias, batch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_and_observations_equal_one_device(case, run_of, make_batch):
-    sizes, changes = CASES[case]
-    config = run_of(sizes, **changes)
+    sizes, changes, policy = CASES[case]
+    config = replace(run_of(sizes, **changes), activations=policy)
+    few = case.startswith("buffers of a row")
     batch = make_batch(0, config.batch, config.seq_len + 1, 64)
     params, bias = transformer.init(config.model, 0)
     rng = np.random.default_rng(1)
     bias = {k: jnp.asarray(rng.normal(size=b.shape) * 0.01, jnp.float32) for k, b in bias.items()}
-    if case == "buffers of a row":  # all tokens to two experts of one rank, the others idle
+    if few:  # all tokens to two experts of one rank, the others idle
         bias = {k: b.at[:, :2].add(5.0) for k, b in bias.items()}
 
-    reference = jax.jit(lambda *given: gradients(replace(config, microbatches=1), *given))(params, bias, batch)
+    alone = replace(config, microbatches=1, activations=ActivationConfig())
+    reference = jax.jit(lambda *given: gradients(alone, *given))(params, bias, batch)
     expected, seen, _ = jax.tree.map(np.asarray, reference)
     grads, parts, evaluated = jax.tree.map(np.asarray, on_mesh(config, params, bias, batch))
     np.testing.assert_allclose(
@@ -80,7 +95,7 @@ def test_gradients_and_observations_equal_one_device(case, run_of, make_batch):
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
         bound = 1e-5 * np.abs(b).max()
         np.testing.assert_allclose(a, b, rtol=0, atol=bound, err_msg=jax.tree_util.keystr(path))
-    if case == "buffers of a row":
+    if few:
         here, following = batch["segments_BT"][:, :-1], batch["segments_BT"][:, 1:]
         inside = (here > 0) & (here == following)  # MTP's is the only router here: a document's end is padding to it
         assert parts.rounds == inside.sum(1).max()  # every token of a row to one rank, one a round
