@@ -19,11 +19,13 @@ LEGEND = {
     "R": "width of a head's part that RoPE rotates; in `k2jax.parallel`, a rank: one of those that share a stage",
     "Y": "width of a head's query and key, N and R together",
     "V": "width of a head's value",
-    "P": "pair of channels that RoPE rotates; in the grouped matmul, a place in the padded buffer of rows",
-    "M": "block of such places, all of one expert",
+    "P": "pair of channels that RoPE rotates; in the grouped matmul, a place in the padded buffer of rows; in a cache, a place in "
+    "a block",
+    "M": "block of such places, all of one expert; in a cache, a block of positions",
     "E": "routed expert",
     "K": "chosen expert of a token",
-    "J": "hidden state and embedding side by side, 2D wide (MTP); in `k2jax.parallel`, a dense layer of a stage",
+    "J": "hidden state and embedding side by side, 2D wide (MTP); in `k2jax.parallel`, a dense layer of a stage; "
+    "in a cache, a block of one row",
     "F": "hidden width of a feed-forward layer",
     "W": "word: a row of the vocabulary",
     "L": "layer; in `k2jax.parallel`, a layer slot of a stage",

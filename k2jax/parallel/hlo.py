@@ -32,7 +32,7 @@ class Instruction:
     @property
     def bytes(self) -> int:
         """Of the result, all its parts."""
-        return sum(n * size for n, size in parts(self.shape))
+        return round(sum(n * size for n, size in parts(self.shape)))
 
     @property
     def calls(self) -> list[str]:
@@ -181,7 +181,7 @@ class Program:
 
     def _copied(self, i: Instruction) -> int:
         if i.opcode in ("copy", "copy-start"):
-            return max(n * size for n, size in parts(i.shape))
+            return round(max(n * size for n, size in parts(i.shape)))
         if i.opcode == "fusion":
             return max((self._copied(j) for name in i.calls for j in self.computations[name]), default=0)
         return 0
@@ -214,7 +214,7 @@ def parts(shape: str) -> list[tuple[int, float]]:
 
 
 def _element(dtype: str) -> float:
-    return WORDS[dtype] if dtype in WORDS else int(re.search(r"\d+", dtype)[0]) / 8
+    return float(WORDS[dtype]) if dtype in WORDS else int(re.search(r"\d+", dtype)[0]) / 8
 
 
 def _split(text: str) -> tuple[str, str]:
