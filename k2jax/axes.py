@@ -19,8 +19,8 @@ LEGEND = {
     "R": "width of a head's part that RoPE rotates; in `k2jax.parallel`, a rank: one of those that share a stage",
     "Y": "width of a head's query and key, N and R together",
     "V": "width of a head's value",
-    "P": "pair of channels that RoPE rotates; in the grouped matmul, a place in the padded buffer of rows; in a cache, a place in "
-    "a block",
+    "P": "pair of channels that RoPE rotates; in the grouped matmul, a place in the padded buffer of rows; in a cache, a "
+    "place in a block",
     "M": "block of such places, all of one expert; in a cache, a block of positions",
     "E": "routed expert",
     "K": "chosen expert of a token",
