@@ -270,6 +270,7 @@ class ActivationConfig:
     stream: Action | None = None  # between attention and feed-forward
     gates: Action | None = None  # inputs of SwiGLU, of shared experts and dense layers
     hidden: Action | None = None  # its outputs there
+    expert_rows: Action | None = None  # rows that came to the experts of a device; on a mesh alone
 
     def __post_init__(self):
         _require(self.input != "recompute", "a layer's input cannot be recomputed; activations.input is 'recompute'")

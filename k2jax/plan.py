@@ -29,7 +29,7 @@ from k2jax.scaling import flops
 
 USABLE = 0.9  # of a device's memory; with less left XLA rematerializes and makes every exchange wait, and says nothing
 EXCHANGES = 14  # arrays the size of all rows of an exchange that a steady tick holds at once, found from compiled programs
-ROWS_FORWARD, ROWS_BACKWARD = 2, 3  # times a token's row crosses the expert axis: there and back; both inputs there, one back
+ROWS_FORWARD, ROWS_BACKWARD = 2, 2  # times a token's row crosses the expert axis: there and back; once more if not stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def plan(run: RunConfig, devices: int, machine: Machine) -> Plan:
     rate = machine.tflops * 1e12
     slot = (found.total - found.head) / n
     # Three passes, and what the policy recomputes. All stages take the ticks of the fullest.
-    held = activations.cost(run.model, pipe.shape.actions, run.seq_len)
+    held = _held(run, sizes, pipe)
     layers = per_device * pipe.layout.slots * slot * (3 + held.recomputed) / 3 / rate
     head = per_device * found.head / sizes.pipeline / rate
     bubble = (sizes.pipeline - 1) / (sizes.chunks * M)
@@ -169,7 +169,7 @@ def memory_of(run: RunConfig, sizes: MeshConfig, pipe: stage.Pipeline, owners: o
     element = 2 if model.dtype == "bfloat16" else 4
     tokens = run.batch // (pipe.microbatches * sizes.expert * sizes.data) * run.seq_len
     stream = tokens * model.d_model * element
-    held, units = activations.cost(model, pipe.shape.actions, run.seq_len), (pipe.slots + 1) * pipe.layout.layers * tokens
+    held, units = _held(run, sizes, pipe), (pipe.slots + 1) * pipe.layout.layers * tokens
     exchange = sizes.expert * pipe.shape.exchange.capacity * model.d_model * element if sizes.expert > 1 else stream
     hidden = 3 * pipe.shape.keep * pipe.shape.block * model.moe.d_expert * element
     heads = 2 * tokens * (a.n_heads + a.n_kv_heads) * (a.d_nope + a.d_rope + a.d_value) * element // 2
@@ -191,7 +191,8 @@ def traffic_of(
     element = 2 if model.dtype == "bfloat16" else 4
     tokens = run.batch // (M * EP * DP) * run.seq_len
     units = M * pipe.layout.slots  # of one layer
-    row = tokens * expert.share(model.moe, EP) * model.d_model * element * (ROWS_FORWARD + ROWS_BACKWARD) * units
+    times = ROWS_FORWARD + ROWS_BACKWARD + (pipe.shape.actions["expert_rows"] == "recompute")
+    row = tokens * expert.share(model.moe, EP) * model.d_model * element * times * units
     near = min(EP, machine.devices)
     expert_seconds = max((EP - near) * row / machine.network, (near - 1) * row / machine.nvlink) / 1e9
     stream = tokens * model.d_model * element
@@ -203,7 +204,7 @@ def traffic_of(
     data = there * ((R - 1) / R * rest + (DP - 1) / DP * experts) + 2 * 4 * (R - 1) / R * owners.width * owners.ranks
     # Master weights are read for the working copy and for the update, moments for the update; both are written back.
     owned = sum(ownership.rank_bytes(owners).values()) if sizes.offload else 0
-    away = activations.cost(model, pipe.shape.actions, run.seq_len).host * tokens * units  # and read back
+    away = _held(run, sizes, pipe).host * tokens * units  # and read back
     return {
         "expert": Traffic((EP - 1) * row, expert_seconds),
         "pipeline": Traffic(ring, ring / machine.network / 1e9),
@@ -211,6 +212,13 @@ def traffic_of(
         "host": Traffic(2.5 * owned, 1.5 * owned / machine.host / 1e9),
         "host, activations": Traffic(2 * away, away / machine.host / 1e9),
     }
+
+
+def _held(run: RunConfig, sizes: MeshConfig, pipe: stage.Pipeline) -> activations.Cost:
+    """What the policy costs a token of a layer on this mesh."""
+    tokens = run.batch // (pipe.microbatches * sizes.expert * sizes.data) * run.seq_len
+    rows = sizes.expert * pipe.shape.exchange.capacity / tokens
+    return activations.cost(run.model, pipe.shape.actions, run.seq_len, rows)
 
 
 def _elements(owners: ownership.Plan) -> tuple[int, int]:

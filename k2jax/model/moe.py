@@ -110,7 +110,7 @@ def route(
     expert_XK = checkpoint_name(lax.top_k(biased_XE, K)[1], "routing")
     chosen_XK = jnp.take_along_axis(score_XE, expert_XK, axis=1)
     scale = config.routed_scale or routed_scale(E, K, config.n_shared)
-    weight_XK = scale * chosen_XK / (chosen_XK.sum(-1, keepdims=True) + 1e-20)
+    weight_XK = checkpoint_name(scale * chosen_XK / (chosen_XK.sum(-1, keepdims=True) + 1e-20), "routing")
 
     real_X = real_BT.reshape(-1)
     count_BE = (

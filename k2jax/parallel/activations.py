@@ -15,8 +15,11 @@ places: what only led to them is then dead code, which the compiler removes, whi
 | stream | the residual stream between attention and feed-forward | 7168 |
 | gates | gate and up projection of shared or dense feed-forwards: SwiGLU's inputs | 2 x 2048 |
 | hidden | SwiGLU's outputs there | 2048 |
+| expert_rows | the rows that came to a device's experts, where experts are spread over devices | 8 x 7168 |
 
-The experts chosen for each token are always kept: chosen again from rounded numbers they might be others.
+The experts chosen for each token, and their weights, are always kept: chosen again from rounded numbers they might be others,
+and with them the backward pass can send its first rows at once. Further rounds of an exchange, which only an unbalanced routing
+has, send everything again.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,13 +32,14 @@ from jax import lax
 from k2jax.config import Action, ActivationConfig, ModelConfig, RunConfig
 from k2jax.kernels import fp8
 
-NAMES = ("input", "norms", "latents", "heads", "attention", "stream", "gates", "hidden")
+NAMES = ("input", "norms", "latents", "heads", "attention", "stream", "gates", "hidden", "expert_rows")
 FOLLOWS = {"routing": None, "attention_lse": "attention"}  # small ones without an action of their own: kept, or as another is
 
 POLICIES: dict[str, dict[str, Action]] = {
     "none": dict.fromkeys(NAMES, "keep"),
     "full": dict.fromkeys(NAMES, "recompute") | {"input": "keep"},
-    # Norms, SwiGLU and MLA's up-projections are recomputed, SwiGLU's inputs are FP8, what remains goes to the host.
+    # Norms, SwiGLU and MLA's up-projections are recomputed, inputs of SwiGLU and of the experts' up-projections are FP8, all
+    # that is stored goes to the host.
     "k2": {
         "input": "offload",
         "norms": "recompute",
@@ -45,6 +49,7 @@ POLICIES: dict[str, dict[str, Action]] = {
         "stream": "offload",
         "gates": "fp8+offload",
         "hidden": "recompute",
+        "expert_rows": "fp8+offload",
     },
 }
 
@@ -219,8 +224,11 @@ class Cost(NamedTuple):
     recomputed: float  # matrix-product FLOPs done a second time, over those of a forward pass
 
 
-def cost(model: ModelConfig, of: Mapping[str, Action], seq_len: int) -> Cost:
-    """What a policy stores and recomputes of a layer with experts, a token; the experts' own are always recomputed."""
+def cost(model: ModelConfig, of: Mapping[str, Action], seq_len: int, rows: float) -> Cost:
+    """What a policy stores and recomputes of a layer with experts, a token; the experts' hidden activations always.
+
+    `rows` is how many rows an exchange has for each token of a device, empty places included.
+    """
     a, F = model.attention, model.moe.n_shared * model.moe.d_expert
     element = jnp.dtype(model.dtype).itemsize
     width = {
@@ -232,8 +240,9 @@ def cost(model: ModelConfig, of: Mapping[str, Action], seq_len: int) -> Cost:
         "stream": model.d_model,
         "gates": 2 * F,
         "hidden": F,
+        "expert_rows": rows * model.d_model,
     }
-    held = {False: 4.0 * model.moe.n_active, True: 0.0}  # the routing, 32 bits a choice
+    held = {False: 8.0 * model.moe.n_active, True: 0.0}  # the routing: expert and weight of each choice
     for name, action in of.items():
         if action != "recompute":
             size = 1 + 4 / fp8.TILE if "fp8" in action else element

@@ -124,20 +124,22 @@ def forward(shape: Shape, slot: Slot, context: Context, x_BTD: Float[Array, "B T
         blocks = expert_rows.sort_pairs(arrived.expert_XK, exchange.local, shape.block)
         given = arrived.rows[0], blocks, arrived.weight_XK
         y_XD = grouped_matmul_rows.forward(*given, experts, slot.index, shape.block, shape.keep)
-        return exchange.pack_answer(y_XD), arrived.rounds
+        return exchange.pack_answer(y_XD), arrived
 
     def send(turn):
         return exchange.pack((z_XD,), ready.weight_XK, expert_XK, queues, turn)
 
-    out, rounds = answer((yield send(0)))
+    out, arrived = answer((yield send(0)))
     y_XD = exchange.collect((yield out), queues, 0)
 
     def further(turn, y_XD):
         return y_XD + exchange.collect(exchange.travel(answer(exchange.travel(send(turn)))[0]), queues, turn)
 
     if exchange.ranks > 1:
-        y_XD = lax.fori_loop(1, rounds, further, y_XD)
-    seen = Seen(max_logit_H, load_E, ready.balance, rounds)
+        y_XD = lax.fori_loop(1, arrived.rounds, further, y_XD)
+    if shape.actions["expert_rows"] != "recompute":
+        named["expert_rows"] = arrived.rows  # of the first round; those of further ones travel again
+    seen = Seen(max_logit_H, load_E, ready.balance, arrived.rounds)
     return ready.base_BTD + y_XD.reshape(B, T, D), seen, activations.store(shape.actions, named)
 
 
@@ -162,19 +164,20 @@ def backward(
     """Yields twice; returns `Backward`. `gradients` are the experts' accumulators, which `finish` adds to and returns."""
     exchange, (B, T, D) = shape.exchange, x_BTD.shape
     before, weights = _prepare(shape, slot, context)
-    before = activations.replay(before, activations.load(stored, shape.model.dtype))
-    ready, vjp, (expert_XK, goes_X, _, _) = jax.vjp(before, weights, x_BTD, has_aux=True)
+    named = activations.load(stored, shape.model.dtype)
+    held = named.pop("expert_rows", ())  # with them the gradients travel alone
+    ready, vjp, (expert_XK, goes_X, _, _) = jax.vjp(activations.replay(before, named), weights, x_BTD, has_aux=True)
     queues = exchange.queue_up(expert_XK, goes_X)
-    rows = ready.z_BTD.reshape(B * T, D), d_y_BTD.reshape(B * T, D)
+    both = ready.z_BTD.reshape(B * T, D), d_y_BTD.reshape(B * T, D)
     experts = experts_of(slot.weights)
 
-    def send(turn):
+    def send(turn, rows):
         return exchange.pack(rows, ready.weight_XK, expert_XK, queues, turn)
 
-    def answer(words, gradients, keep):
+    def answer(words, rows, held, gradients, keep):
         arrived = exchange.unpack(words, rows, expert_XK.shape[1])
         blocks = expert_rows.sort_pairs(arrived.expert_XK, exchange.local, shape.block)
-        given = (*arrived.rows, blocks, arrived.weight_XK)
+        given = (*held, *arrived.rows, blocks, arrived.weight_XK)
         numbers = slot.index, shape.block, gradients, keep, shape.keep
         out, kept, gradients = grouped_matmul_rows.backward_rows(*given, experts, *numbers)
         return exchange.pack_answer(*out), arrived.rounds, (given, kept), gradients
@@ -182,12 +185,13 @@ def backward(
     def collect(words, turn):
         return exchange.collect_gradients(words, x_BTD.dtype, D, queues, turn)
 
-    out, rounds, (given, kept), gradients = answer((yield send(0)), gradients, shape.keep)
+    rows = both[len(held) :]
+    out, rounds, (given, kept), gradients = answer((yield send(0, rows)), rows, held, gradients, shape.keep)
     d_z_XD, d_weight_XK = collect((yield out), 0)
 
     def further(turn, carry):
         (d_z_XD, d_weight_XK), gradients = carry
-        out, _, _, gradients = answer(exchange.travel(send(turn)), gradients, 0)
+        out, _, _, gradients = answer(exchange.travel(send(turn, both)), both, (), gradients, 0)
         more_XD, more_XK = collect(exchange.travel(out), turn)
         return (d_z_XD + more_XD, d_weight_XK + more_XK), gradients
 

@@ -14,7 +14,7 @@ from k2jax.model import transformer
 from k2jax.parallel import activations
 from k2jax.train.step import gradients
 
-K2_UNROUNDED = ActivationConfig(policy="k2", gates="offload")
+K2_UNROUNDED = ActivationConfig(policy="k2", gates="offload", expert_rows="offload")
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +89,14 @@ def test_k2_stores_no_norm_no_head_and_no_swiglu_output(problem):
     config = problem[0]
     of = activations.actions(ActivationConfig(policy="k2"), on_mesh=True)
     names = activations.stored_names(of)
-    assert names == {"input", "latents", "attention", "attention_lse", "stream", "gates", "routing"}
+    assert names == {"input", "latents", "attention", "attention_lse", "stream", "gates", "routing", "expert_rows"}
     a, m = config.model.attention, config.model.moe
     model = replace(config.model, dtype="bfloat16")
-    held = activations.cost(model, of, config.seq_len)
+    held = activations.cost(model, of, config.seq_len, rows=3.0)
     bf16 = 2 * config.model.d_model + a.q_rank + a.kv_rank + a.d_rope + a.n_heads * a.d_value
-    assert held.host == 2 * bf16 + 4 * a.n_heads + (1 + 4 / 128) * 2 * m.n_shared * m.d_expert
-    assert held.device == 4 * m.n_active
+    fp8 = 2 * m.n_shared * m.d_expert + 3 * config.model.d_model
+    assert held.host == pytest.approx(2 * bf16 + 4 * a.n_heads + (1 + 4 / 128) * fp8)
+    assert held.device == 8 * m.n_active
 
 
 def test_fields_override_the_policy_and_auto_depends_on_the_mesh():
