@@ -1,9 +1,10 @@
 """`python -m k2jax.infer.generate --checkpoint FOLDER --prompt TEXT`: text from a training run's last checkpoint, or from a
-folder of weights that `python -m k2jax.model.hf import` made.
+folder of weights that `python -m k2jax.model.hf import` or `python -m k2jax.model.gguf` made.
 
 The first text appears as it is made; more prompts decode beside it and follow in their order.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ class Command:
     prompt: tuple[str, ...] = ()  # texts to go on from
     ids: tuple[int, ...] = ()  # a prompt in token ids, in place of texts
     max_new: int = 128  # tokens to make at most, for each prompt
-    stop: tuple[int, ...] = ()  # ids that end a text, beside the tokenizer's end of text
+    stop: tuple[int, ...] = ()  # ids that end a text, beside the tokenizer's and the checkpoint's own
     sampling: Sampling = field(default_factory=Sampling)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -53,7 +54,7 @@ def requests(command: Command, tokenizer: Tokenizer | None) -> list[Request]:
     """The command's prompts in tokens. Raises ValueError if there is none, or no tokenizer to read them with."""
     if bool(command.prompt) == bool(command.ids):
         raise ValueError("generate needs either --prompt or --ids")
-    stop, prompts = command.stop, [command.ids]
+    stop, prompts = (*command.stop, *ends(command.checkpoint)), [command.ids]
     if command.prompt:
         if tokenizer is None:
             raise ValueError(f"{command.checkpoint} has no tokenizer.json or tiktoken.model; give the prompt as --ids")
@@ -62,6 +63,13 @@ def requests(command: Command, tokenizer: Tokenizer | None) -> list[Request]:
     if tokenizer is not None and tokenizer.eos is not None:
         stop = (*stop, tokenizer.eos)
     return [Request(prompt=p, max_new=command.max_new, stop=stop, sampling=command.sampling) for p in prompts]
+
+
+def ends(folder: Path) -> tuple[int, ...]:
+    """Ids that end a text by the generation_config.json that an imported checkpoint may have."""
+    path = folder / "generation_config.json"
+    found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
 
 def pieces(events: Iterator[Event], tokenizer: Tokenizer | None) -> Iterator[str]:
