@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, NamedTuple
 
 import tyro
+from rich.console import Console
+from rich.progress import track
 
 from k2jax import command
 from k2jax.config import MeshConfig, RunConfig
@@ -231,24 +233,23 @@ def _elements(owners: ownership.Plan) -> tuple[int, int]:
 def search(run: RunConfig, devices: int, machine: Machine) -> list[Plan]:
     """Every mesh of these devices on which the run fits into memory, optimizer on the device or else on the host; the fastest
     first. Stages and expert ranks are powers of two, chunks those with which no more slots are empty than a stage has."""
-    found = []
-    powers = [2**i for i in range(devices.bit_length())]
-    for P in powers:
-        for EP in powers:
-            if devices < P * EP or devices % (P * EP):
-                continue
-            for v in (1, 2, 4, 8):
-                if P * v >= 2 * (run.model.n_layers + run.model.n_mtp) or (v > 1 and P == 1):
-                    continue
-                for offload in (False, True):
-                    sizes = MeshConfig(pipeline=P, expert=EP, chunks=v, offload=offload, buffer=run.mesh.buffer)
-                    try:
-                        one = plan(replace(run, mesh=sizes), devices, machine)
-                    except ValueError:
-                        break  # experts, batch or vocabulary do not divide
-                    if fits(one, machine):
-                        found.append(one)
-                        break
+    found, powers, layers = [], [2**i for i in range(devices.bit_length())], run.model.n_layers + run.model.n_mtp
+    shapes = [
+        MeshConfig(pipeline=P, expert=EP, chunks=v, buffer=run.mesh.buffer)
+        for P in powers
+        for EP in powers
+        for v in (1, 2, 4, 8)
+        if devices % (P * EP) == 0 and P * v < 2 * layers and (v == 1 or P > 1)
+    ]
+    for sizes in track(shapes, "meshes", console=Console(stderr=True), transient=True):
+        for offload in (False, True):
+            try:
+                one = plan(replace(run, mesh=replace(sizes, offload=offload)), devices, machine)
+            except ValueError:
+                break  # experts, batch or vocabulary do not divide
+            if fits(one, machine):
+                found.append(one)
+                break
     return sorted(found, key=lambda one: one.step)
 
 
