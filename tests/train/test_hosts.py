@@ -264,7 +264,7 @@ def wait_for_step(config, processes, step):
 
 @pytest.mark.slow
 def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_as_on_one_device(small, tmp_path, start):
-    one = replace(small, steps=20, batch=8, microbatches=1, eval_every=10, checkpoint_every=4, out=tmp_path / "one")
+    one = replace(small, steps=20, batch=8, microbatches=1, eval_every=10, checkpoint_every=4, probe_every=10, out=tmp_path / "one")
     alone = train(one, show_progress=False)
     config = replace(one, mesh=MeshConfig(expert=2), out=tmp_path / "many")
     write_preset(config, tmp_path)
@@ -283,5 +283,7 @@ def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_as_on_one_d
     assert [row["step"] for row in rows] == list(range(1, 21))
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose([row[name] for row in rows], [row[name] for row in expected], rtol=1e-4)
+    probes, alike = (metrics.read(folder / "probes.jsonl") for folder in (config.out, one.out))
+    assert {row["step"] for row in probes} == {10, 20} and len(probes) >= len(alike) > 0
     many = train(replace(config, mesh=MeshConfig(data=1)), show_progress=False)  # has ended, and is read
     np.testing.assert_allclose(many.val_loss, alone.val_loss, rtol=1e-5)
