@@ -6,7 +6,7 @@ the experts' input, and the shared experts' SwiGLU inputs are stored so; `more` 
 layer's input included. The sweep's model with 64 experts is trained from several seeds in each way; runs of a seed see the same
 weights and batches, so their difference is the rounding's doing, and it is measured against how much seeds differ.
 
-    python -m experiments.fp8_storage                  8 minutes on two cores
+    python -m experiments.fp8_storage                  6 minutes on two cores
     python -m experiments.fp8_storage --preset smoke   2 minutes; shows that everything works, not the claim
     python -m experiments.fp8_storage --preset full    4 hours on two cores
 
