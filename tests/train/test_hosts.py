@@ -264,7 +264,8 @@ def wait_for_step(config, processes, step):
 
 @pytest.mark.slow
 def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_as_on_one_device(small, tmp_path, start):
-    one = replace(small, steps=20, batch=8, microbatches=1, eval_every=10, checkpoint_every=4, probe_every=10, out=tmp_path / "one")
+    every = {"eval_every": 10, "checkpoint_every": 4, "probe_every": 10}
+    one = replace(small, steps=20, batch=8, microbatches=1, **every, out=tmp_path / "one")
     alone = train(one, show_progress=False)
     config = replace(one, mesh=MeshConfig(expert=2), out=tmp_path / "many")
     write_preset(config, tmp_path)
