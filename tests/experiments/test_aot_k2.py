@@ -15,7 +15,8 @@ def test_k2_fits_32_nodes_and_the_planner_knows_it():
     assert one.host_arguments_gb < 1.03 * 35.29 and one.host_temp_gb < 1.03 * 36.60
     assert one.planner_gb == pytest.approx(one.total_gb, rel=0.1)
     over = {(c.kind, c.axes): c for c in one.collectives}
-    assert over["all-to-all", "expert"].synchronous == over["collective-permute", "pipeline"].synchronous == 0
+    # With the rows stored, the last 64 ticks, which have no forward unit, begin with an exchange that nothing runs beside.
+    assert over["all-to-all", "expert"].synchronous <= 64 and over["collective-permute", "pipeline"].synchronous == 0
 
 
 def test_where_the_optimizer_lies():
