@@ -3,8 +3,7 @@
 A microbatch is one sequence of 4096 tokens. Rates are those that are reached, as given; nothing here was measured.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,28 +12,10 @@ from configs import k2
 from experiments._simulator import Costs
 from k2jax.config import ModelConfig
 from k2jax.parallel.expert import share
+from k2jax.plan import Machine
 from k2jax.scaling import flops
 
-PER_NODE = 8  # devices that NVLink connects
 SKEW = 0.5  # standard deviation of the logarithm of an expert's popularity
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Rates that are reached, by default assumed for an H800: 35% of 989 TFLOP/s and 85% of each link, neither measured.
-
-    They put the exchange of 16 devices just below what covers it: at 400 TFLOP/s 97% of the exchanges would be hidden.
-    """
-
-    tflops: float = 346.0  # of a device, bf16
-    network: float = 42.5  # GB/s a device sends to other nodes: 400 Gb/s a device
-    nvlink: float = 170.0  # GB/s a device sends to others in its node
-    host: float = 54.0  # GB/s each way between a device and its host
-
-    def __post_init__(self):
-        for name in ("tflops", "network", "nvlink", "host"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--machine.{name} must be positive; got {getattr(self, name)}")
 
 
 def layer(machine: Machine, expert: int, recompute: bool) -> Costs:
@@ -67,7 +48,7 @@ def layer(machine: Machine, expert: int, recompute: bool) -> Costs:
 def exchange(model: ModelConfig, tokens: int, machine: Machine, expert: int) -> float:
     """Milliseconds of one exchange: a bf16 row for each token and device, nodes and NVLink at the same time."""
     row = tokens * share(model.moe, expert) * model.d_model * 2  # bytes to each device
-    near = min(expert, PER_NODE)
+    near = min(expert, machine.devices)
     return max((expert - near) * row / machine.network, (near - 1) * row / machine.nvlink) / 1e6
 
 

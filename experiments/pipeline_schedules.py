@@ -32,11 +32,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from experiments import _costs, _record, _schedules, _timelines
-from experiments._costs import Machine
 from experiments._schedules import Sizes
 from experiments._simulator import CAUSES, PHASES, Costs, Row, idle, run, simulate
 from k2jax.config import MeshConfig
 from k2jax.parallel import schedule
+from k2jax.plan import Machine
 from k2jax.train.folder import write
 
 FASTER = 1.3  # of the device in the claims' second figure: faster devices leave less time to hide an exchange in

@@ -130,17 +130,11 @@ def _evaluate(jaxpr, consts, args, visit) -> list[jax.Array]:
         elif equation.primitive.name in ("jit", "pjit") and _has_names(inner.jaxpr):
             out = _evaluate(inner.jaxpr, inner.consts, given, visit)
         else:
-            out = _bind(equation, given)
+            with equation.ctx.manager:
+                out = equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params))
             out = out if equation.primitive.multiple_results else [out]
         values.update(zip(equation.outvars, out, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
-
-
-def _bind(equation, given):
-    params = equation.primitive.get_bind_params(equation.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)  # as before jax 0.10, or since
-    with equation.ctx.manager:
-        return equation.primitive.bind(*functions, *given, **params)
 
 
 def _has_names(jaxpr) -> bool:
@@ -171,14 +165,16 @@ def load(stored: Named, dtype: str) -> Named:
 
 def put_away(of: Mapping[str, Action], stored: Named) -> Named:
     """Stored values where they lie until they are needed: on the host where their action says so."""
-    place = lambda name, xs: jax.device_put(xs, jax.memory.Space.Host) if _is_on_host(of, name) else xs  # noqa: E731
-    return {name: place(name, xs) for name, xs in stored.items()}
+    return _moved(of, stored, jax.memory.Space.Host)
 
 
 def fetch(of: Mapping[str, Action], stored: Named) -> Named:
     """The inverse of `put_away`."""
-    place = lambda name, xs: jax.device_put(xs, jax.memory.Space.Device) if _is_on_host(of, name) else xs  # noqa: E731
-    return {name: place(name, xs) for name, xs in stored.items()}
+    return _moved(of, stored, jax.memory.Space.Device)
+
+
+def _moved(of: Mapping[str, Action], stored: Named, space: jax.memory.Space) -> Named:
+    return {name: jax.device_put(xs, space) if _is_on_host(of, name) else xs for name, xs in stored.items()}
 
 
 def empty(of: Mapping[str, Action], shapes: Named, slots: int) -> Named:

@@ -127,8 +127,11 @@ def _tick(stage: Stage, t, carry: Carry, *, forward: bool, backward: bool) -> Ca
     if backward:
         back = _unit_back(stage, t)
         # Read before the forward unit writes: the same slot may be handed on in this tick. From the host a tick ahead.
-        now = _fetch(stage, t, carry) if carry.ahead is None else carry
-        stored, carry = now.ahead, _fetch(stage, t + 1, carry) if carry.ahead is not None else now._replace(ahead=None)
+        if carry.ahead is None:
+            carry = _fetch(stage, t, carry)
+            stored, carry = carry.ahead, carry._replace(ahead=None)
+        else:
+            stored, carry = carry.ahead, _fetch(stage, t + 1, carry)
         backward_unit = _backward(stage, back, stored, carry, d_hidden_BTD, embed_BTD)
     if forward:
         ahead = _unit(stage, t - stage.z, schedule.forward_unit)

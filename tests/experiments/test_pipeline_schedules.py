@@ -9,10 +9,10 @@ import pytest
 import tyro
 
 from experiments import _costs, _schedules, _simulator, pipeline_schedules
-from experiments._costs import Machine
 from experiments._schedules import EMPTY, Item, Schedule, Sizes
 from experiments._simulator import CAUSES, EQUAL, Costs, idle, peak_residuals, run, simulate
 from experiments.pipeline_schedules import Options, claims, costs_of, main
+from k2jax.plan import Machine
 
 UNEQUAL = EQUAL._replace(attention=0.3, experts=0.7, attention_back=0.6, experts_back=0.8, attention_weights=0.2)
 SIZES = [Sizes(2, 1, 4, 1), Sizes(4, 2, 8, 4), Sizes(4, 4, 16, 4), Sizes(8, 2, 16, 2), Sizes(6, 3, 12, 3)]
