@@ -11,6 +11,7 @@ import numpy as np
 from configs import k2
 from experiments._simulator import Costs
 from k2jax.config import ModelConfig
+from k2jax.parallel import activations
 from k2jax.parallel.expert import share
 from k2jax.plan import Machine
 from k2jax.scaling import flops
@@ -40,7 +41,7 @@ def layer(machine: Machine, expert: int, recompute: bool) -> Costs:
         experts_weights=experts,
         exchange=exchange(model, run.seq_len, machine, expert),
         transfer=run.seq_len * model.d_model * 2 / (machine.network * 1e6),
-        copy=run.seq_len * kept_bytes(model, expert) / (machine.host * 1e6),
+        copy=run.seq_len * kept_bytes(model, run.seq_len, expert) / (machine.host * 1e6),
         recompute=recompute,
     )
 
@@ -52,16 +53,10 @@ def exchange(model: ModelConfig, tokens: int, machine: Machine, expert: int) -> 
     return max((expert - near) * row / machine.network, (near - 1) * row / machine.nvlink) / 1e6
 
 
-def kept_bytes(model: ModelConfig, expert: int) -> float:
-    """Bytes a token that a layer keeps for its backward by the report's policy (2.4.3).
-
-    bf16: input, latents, attention's output, input of the feed-forward. FP8 with a float32 scale each 128: the rows that came
-    to the experts, and gate and up of shared and chosen experts. All else is recomputed.
-    """
-    a, moe, fp8 = model.attention, model.moe, 1 + 4 / 128
-    bf16 = 2 * model.d_model + a.q_rank + a.kv_rank + a.d_rope + a.n_heads * a.d_value
-    rows = expert * share(model.moe, expert) * model.d_model + 2 * (moe.n_active + moe.n_shared) * moe.d_expert
-    return 2 * bf16 + fp8 * rows
+def kept_bytes(model: ModelConfig, seq_len: int, expert: int) -> float:
+    """Bytes a token that a layer keeps on the host by the report's policy (2.4.3), buffers without an empty place."""
+    rows = expert * share(model.moe, expert)
+    return activations.cost(model, activations.POLICIES["k2"], seq_len, rows, model.moe.n_active).host
 
 
 def states_gb(stages: int, expert: int) -> float:

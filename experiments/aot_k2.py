@@ -33,7 +33,7 @@ from configs import k2
 from k2jax import plan
 from k2jax.config import ActivationConfig, RunConfig
 from k2jax.optim.muonclip import aligned
-from k2jax.parallel import aot, hlo, mesh
+from k2jax.parallel import activations, aot, hlo, mesh
 from k2jax.train.step import TrainState, abstract_state, make_step
 
 
@@ -125,7 +125,8 @@ def compile_step(options: Options) -> Compiled:
     start = time.perf_counter()
     lowered = lower(run, devices)
     middle = time.perf_counter()
-    program = lowered.compile(compiler_options=aot.OVERLAP)
+    away = activations.any_on_host(activations.actions(run.activations, on_mesh=True))
+    program = lowered.compile(compiler_options=aot.OVERLAP | (aot.HOST if away else {}))
     end = time.perf_counter()
     found = program.memory_analysis()
     device = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes

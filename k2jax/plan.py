@@ -10,6 +10,7 @@ are bytes and FLOPs over the rates of `--machine`: what can be hidden is taken a
     python -m k2jax.plan configs.k2 --nodes 64 --search            the meshes that fit, the fastest first
 """
 
+import contextlib
 import json
 import math
 import sys
@@ -118,12 +119,26 @@ class Plan(NamedTuple):
     utilization: float  # of the machine's rate, by the model's FLOPs without recomputation
 
 
+class _Parts(NamedTuple):
+    """How a run lies on a mesh, wherever the optimizer's state is."""
+
+    pipe: stage.Pipeline
+    owners: ownership.Plan
+
+
+def _parts(run: RunConfig, sizes: MeshConfig) -> _Parts:
+    return _Parts(stage.pipeline(run, sizes, mesh.microbatches(run, sizes)), ownership.plan(run, sizes))
+
+
 def plan(run: RunConfig, devices: int, machine: Machine) -> Plan:
     """Plans a run on so many devices. A number or a shape that does not fit raises ValueError with those that would."""
     sizes = mesh.sizes(run, devices)
-    M = mesh.microbatches(run, sizes)
-    owners, pipe = ownership.plan(run, sizes), stage.pipeline(run, sizes, M)
-    memory = memory_of(run, sizes, pipe, owners)
+    return _plan(run, sizes, machine, _parts(run, sizes))
+
+
+def _plan(run: RunConfig, sizes: MeshConfig, machine: Machine, parts: _Parts) -> Plan:
+    pipe, owners = parts
+    M, memory = pipe.microbatches, memory_of(run, sizes, pipe, owners)
     per_device = run.batch * run.seq_len / (sizes.expert * sizes.data)  # tokens that a stage's device sees
     found, n = flops.training_flops(run, run.seq_len), run.model.n_layers + run.model.n_mtp
     rate = machine.tflops * 1e12
@@ -219,8 +234,8 @@ def traffic_of(
 def _held(run: RunConfig, sizes: MeshConfig, pipe: stage.Pipeline) -> activations.Cost:
     """What the policy costs a token of a layer on this mesh."""
     tokens = run.batch // (pipe.microbatches * sizes.expert * sizes.data) * run.seq_len
-    rows = sizes.expert * pipe.shape.exchange.capacity / tokens
-    return activations.cost(run.model, pipe.shape.actions, run.seq_len, rows)
+    rows, pairs = sizes.expert * pipe.shape.exchange.capacity / tokens, pipe.shape.keep * pipe.shape.block / tokens
+    return activations.cost(run.model, pipe.shape.actions, run.seq_len, rows, pairs)
 
 
 def _elements(owners: ownership.Plan) -> tuple[int, int]:
@@ -242,15 +257,19 @@ def search(run: RunConfig, devices: int, machine: Machine) -> list[Plan]:
         if devices % (P * EP) == 0 and P * v < 2 * layers and (v == 1 or P > 1)
     ]
     for sizes in track(shapes, "meshes", console=Console(stderr=True), transient=True):
-        for offload in (False, True):
-            try:
-                one = plan(replace(run, mesh=replace(sizes, offload=offload)), devices, machine)
-            except ValueError:
-                break  # experts, batch or vocabulary do not divide
-            if fits(one, machine):
-                found.append(one)
-                break
+        with contextlib.suppress(ValueError):  # experts, batch or vocabulary do not divide
+            found += _first_fit(replace(run, mesh=sizes), devices, machine)
     return sorted(found, key=lambda one: one.step)
+
+
+def _first_fit(run: RunConfig, devices: int, machine: Machine) -> list[Plan]:
+    """The plan with the optimizer's state on the device or else on the host, if one fits."""
+    sizes = mesh.sizes(run, devices)
+    if sum(r.weight + r.gradient for r in mesh.table(run, sizes)) > USABLE * machine.memory * 1e9:
+        return []  # most meshes, and the only ones that take long to lay out
+    parts = _parts(run, sizes)
+    both = (_plan(run, replace(sizes, offload=offload), machine, parts) for offload in (False, True))
+    return [one for one in both if fits(one, machine)][:1]
 
 
 def render(one: Plan, run: RunConfig, machine: Machine) -> str:

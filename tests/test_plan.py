@@ -61,8 +61,8 @@ def test_a_wider_expert_axis_sends_more_over_the_network(planned):
 
 
 def test_policies_move_bytes_and_save_flops(planned):
-    def under(policy):
-        return plan.plan(replace(k2_run(), activations=ActivationConfig(policy=policy)), 512, MACHINE)
+    def under(policy, **actions):
+        return plan.plan(replace(k2_run(), activations=ActivationConfig(policy=policy, **actions)), 512, MACHINE)
 
     none, full, own = under("none"), under("full"), under("k2")
     assert full.memory == planned.memory  # a mesh's default
@@ -71,6 +71,11 @@ def test_policies_move_bytes_and_save_flops(planned):
     assert none.recomputed < own.recomputed < full.recomputed < 1
     assert none.compute < own.compute < full.compute
     assert not plan.fits(none, MACHINE) and plan.fits(full, MACHINE) and plan.fits(own, MACHINE)
+    again = under("k2", expert_gates="recompute")
+    assert own.recomputed < 0.1 < 0.4 < again.recomputed  # eight experts' gate and up: 43% of a layer's products
+    pair, pairs = 2 * 2048 * (1 + 4 / 128), 104 * 512  # bytes of one; of a sequence, 104 blocks with their empty places
+    units = (16 * 4 + 16 - 1 + 1) * 1  # slots of v P + P - 1 units, and one for those out of range, of a layer each
+    assert own.memory.on_host - again.memory.on_host == pytest.approx(units * pairs * pair, rel=1e-6)
 
 
 @pytest.mark.parametrize(

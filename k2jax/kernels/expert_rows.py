@@ -3,9 +3,9 @@
 A row is one token; it may use several of the experts here. (Row, choice) pairs are sorted by expert and cut into blocks of one
 expert each; loops with a dynamic trip count gather a block's rows, multiply, and add the result back, so memory does not depend
 on how many experts a row uses and cost goes with the pairs. Weights of all layers are read, and their gradients added, in
-place: `gate_LEDF[slot, expert]` inside the loop. The backward pass gives the rows' gradients first and keeps what the weights'
-gradients need, so that those can run beside the transfer of the former (report 2.4.2: decoupled weight gradient). This is the
-jnp form.
+place: `gate_LEDF[slot, expert]` inside the loop. The forward pass may keep SwiGLU's inputs for the backward one, which else
+computes them again. The backward pass gives the rows' gradients first and keeps what the weights' gradients need, so that those
+can run beside the transfer of the former (report 2.4.2: decoupled weight gradient). This is the jnp form.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from k2jax.kernels.grouped_matmul import argsort
+from k2jax.kernels.grouped_matmul import argsort, swiglu, through_swiglu
 
 
 class Experts(NamedTuple):
@@ -64,7 +64,7 @@ class _Block(NamedTuple):
     expert: jax.Array
     row_b: jax.Array
     pair_b: jax.Array
-    weight_b1: jax.Array
+    weight_b: jax.Array
 
 
 def _block(blocks: Blocks, weight_XK, m, block: int) -> _Block:
@@ -75,9 +75,7 @@ def _block(blocks: Blocks, weight_XK, m, block: int) -> _Block:
     live = start + place < blocks.end_M[m]
     weight = jnp.where(live, weight_XK.reshape(-1)[pair], 0)
     # Distinct places beyond the end: what is gathered there is 0, what is scattered there is dropped.
-    return _Block(
-        blocks.expert_M[m], jnp.where(live, pair // K, X + place), jnp.where(live, pair, X * K + place), weight[:, None]
-    )
+    return _Block(blocks.expert_M[m], jnp.where(live, pair // K, X + place), jnp.where(live, pair, X * K + place), weight)
 
 
 def _take(x_XD, row_b):
@@ -96,6 +94,26 @@ def _dot(a, b, contract):
     return lax.dot_general(a, b, ((contract[:1], contract[1:]), ((), ())), preferred_element_type=jnp.float32)
 
 
+def _put(stacks, new, m):
+    """`stack[m] = new`, stack by stack."""
+    return type(stacks)(*(lax.dynamic_update_index_in_dim(a, b, m, 0) for a, b in zip(stacks, new, strict=True)))
+
+
+def _get(stacks, m):
+    return type(stacks)(*(lax.dynamic_index_in_dim(a, m, keepdims=False) for a in stacks))
+
+
+class Gates(NamedTuple):
+    """Gate and up projection of some blocks, [blocks, rows, F]: SwiGLU's inputs."""
+
+    gate: jax.Array
+    up: jax.Array
+
+
+def _gates(x, experts: Experts, slot, expert) -> Gates:
+    return Gates(*(_dot(x, _at(w, slot, expert), (1, 0)).astype(x.dtype) for w in (experts.gate_LEDF, experts.up_LEDF)))
+
+
 def forward(
     x_XD: Float[Array, "X D"],
     blocks: Blocks,
@@ -103,17 +121,29 @@ def forward(
     experts: Experts,
     slot: Int[Array, ""],
     block: int,
-) -> Float[Array, "X D"]:
-    """`sum_k weight_k FFN_(expert_k)(x)` over the experts here (DeepSeek-V3 eq. 12)."""
+    keep: int,
+) -> tuple[Float[Array, "X D"], Gates]:
+    """`sum_k weight_k FFN_(expert_k)(x)` over the experts here (DeepSeek-V3 eq. 12), and SwiGLU's inputs of `keep` blocks."""
 
-    def body(m, y_XD):
-        e, row_b, _, weight_b1 = _block(blocks, weight_XK, m, block)
+    def output_of(m, y_XD):
+        e, row_b, _, weight_b = _block(blocks, weight_XK, m, block)
         x = _take(x_XD, row_b)
-        gate, up = _dot(x, _at(experts.gate_LEDF, slot, e), (1, 0)), _dot(x, _at(experts.up_LEDF, slot, e), (1, 0))
-        hidden = (jax.nn.silu(gate) * up * weight_b1).astype(x.dtype)
-        return _add(y_XD, row_b, _dot(hidden, _at(experts.down_LEFD, slot, e), (1, 0)))
+        gates = _gates(x, experts, slot, e)
+        hidden = swiglu(*gates, weight_b, x.dtype)
+        return _add(y_XD, row_b, _dot(hidden, _at(experts.down_LEFD, slot, e), (1, 0))), gates
 
-    return lax.fori_loop(0, blocks.count, body, jnp.zeros_like(x_XD))
+    def keeping(m, carry):
+        y_XD, kept = carry
+        y_XD, new = output_of(m, y_XD)
+        return y_XD, _put(kept, new, m)
+
+    y_XD, F = jnp.zeros_like(x_XD), experts.gate_LEDF.shape[-1]
+    kept = Gates(*(jnp.zeros((keep, block, F), x_XD.dtype) for _ in Gates._fields))
+    if keep:
+        y_XD, kept = lax.fori_loop(0, jnp.minimum(blocks.count, keep), keeping, (y_XD, kept))
+    if keep < blocks.expert_M.size:
+        y_XD = lax.fori_loop(keep, jnp.maximum(blocks.count, keep), lambda m, y_XD: output_of(m, y_XD)[0], y_XD)
+    return y_XD, kept
 
 
 class Kept(NamedTuple):
@@ -141,38 +171,34 @@ def backward_rows(
     block: int,
     gradients: Experts,
     keep: int,
+    gates: Gates | None = None,
 ) -> tuple[RowGradients, Kept, Experts]:
-    """The rows' half of the backward pass: hidden activations are recomputed, and those of the first `keep` blocks kept.
+    """The rows' half of the backward pass; what the weights' half needs of the first `keep` blocks is kept.
 
-    Blocks beyond `keep`, which only an unbalanced routing has, add their weights' gradients at once.
+    `gates` are SwiGLU's inputs of the same blocks, from the forward pass; those that are not given are computed again. Blocks
+    beyond `keep`, which only an unbalanced routing has, add their weights' gradients at once.
     """
     F = experts.gate_LEDF.shape[-1]
 
-    def gradients_of(m, out: RowGradients):
-        e, row_b, pair_b, weight_b1 = _block(blocks, weight_XK, m, block)
-        x, d_y = _take(x_XD, row_b), _take(d_y_XD, row_b)
+    def gradients_of(m, out: RowGradients, gates: Gates | None):
+        e, row_b, pair_b, weight_b = _block(blocks, weight_XK, m, block)
         w_gate, w_up, w_down = (_at(w, slot, e) for w in experts)
-        gate, up = _dot(x, w_gate, (1, 0)), _dot(x, w_up, (1, 0))
-        sigmoid = jax.nn.sigmoid(gate)
-        silu = gate * sigmoid
-        d_hidden = _dot(d_y, w_down, (1, 1))
-        d_weight_b = (d_hidden * silu * up).sum(-1)
-        d_hidden = d_hidden * weight_b1
-        d_up = (d_hidden * silu).astype(x.dtype)
-        d_gate = (d_hidden * up * (sigmoid + silu * (1 - sigmoid))).astype(x.dtype)
+        gates = gates or _gates(_take(x_XD, row_b), experts, slot, e)
+        d_hidden = _dot(_take(d_y_XD, row_b), w_down, (1, 1))
+        d_gate, d_up, hidden, d_weight_b = through_swiglu(*gates, weight_b, d_hidden)
         d_x = _dot(d_gate, w_gate, (1, 1)) + _dot(d_up, w_up, (1, 1))
         d_weight_XK = out.d_weight_XK.reshape(-1).at[pair_b].set(d_weight_b, mode="drop", unique_indices=True)
         out = RowGradients(_add(out.d_x_XD, row_b, d_x), d_weight_XK.reshape(weight_XK.shape))
-        return out, Kept(d_gate, d_up, (silu * up * weight_b1).astype(x.dtype))
+        return out, Kept(d_gate, d_up, hidden)
 
     def keeping(m, carry):
         out, kept = carry
-        out, new = gradients_of(m, out)
-        return out, Kept(*(lax.dynamic_update_index_in_dim(a, b, m, 0) for a, b in zip(kept, new, strict=True)))
+        out, new = gradients_of(m, out, gates and _get(gates, m))
+        return out, _put(kept, new, m)
 
     def adding(m, carry):
         out, gradients = carry
-        out, new = gradients_of(m, out)
+        out, new = gradients_of(m, out, None)
         return out, _add_block(gradients, x_XD, d_y_XD, _block(blocks, weight_XK, m, block), new, slot)
 
     out = RowGradients(jnp.zeros_like(x_XD), jnp.zeros(weight_XK.shape, jnp.float32))
@@ -197,8 +223,7 @@ def backward_weights(
     """The weights' half: adds the kept blocks' gradients to `gradients[slot, expert]`, in place."""
 
     def body(m, gradients):
-        new = Kept(*(lax.dynamic_index_in_dim(a, m, keepdims=False) for a in kept))
-        return _add_block(gradients, x_XD, d_y_XD, _block(blocks, weight_XK, m, block), new, slot)
+        return _add_block(gradients, x_XD, d_y_XD, _block(blocks, weight_XK, m, block), _get(kept, m), slot)
 
     keep = kept.hidden.shape[0]
     return lax.fori_loop(0, jnp.minimum(blocks.count, keep), body, gradients) if keep else gradients

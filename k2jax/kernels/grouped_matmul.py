@@ -128,8 +128,8 @@ def _loop_forward(x_XD, weight_P, blocks, gate_EDF, up_EDF, down_EFD):
         e = blocks.expert_M[i]
         x = _rows(x_PD, i, BLOCK)
         gate, up = _dot(x, _expert(gate_EDF, e), (1, 0)), _dot(x, _expert(up_EDF, e), (1, 0))
-        hidden = jax.nn.silu(gate) * up * _rows(weight_P, i, BLOCK)[:, None]
-        y = _dot(hidden.astype(x.dtype), _expert(down_EFD, e), (1, 0))
+        hidden = swiglu(gate, up, _rows(weight_P, i, BLOCK), x.dtype)
+        y = _dot(hidden, _expert(down_EFD, e), (1, 0))
         return _put_rows(y_PD, y, i, BLOCK), _put_rows(gate_PF, gate, i, BLOCK), _put_rows(up_PF, up, i, BLOCK)
 
     hidden = jnp.zeros((x_PD.shape[0], gate_EDF.shape[-1]), x_PD.dtype)
@@ -172,6 +172,11 @@ def _loop_backward(x_XD, weight_P, blocks, gate_EDF, up_EDF, down_EFD, gate_PF, 
     dx_PD, dweight_P, *dw = lax.fori_loop(0, blocks.count, body, start)
     dmatrices = [g.astype(w.dtype) for g, w in zip(dw, (gate_EDF, up_EDF, down_EFD), strict=True)]
     return dx_PD, dweight_P, *dmatrices
+
+
+def swiglu(gate, up, weight, dtype):
+    """The weighted hidden activation, computed in float32."""
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32) * weight[:, None]).astype(dtype)
 
 
 def through_swiglu(gate, up, weight, dhidden):
@@ -247,8 +252,8 @@ def _grouped_forward(products: Products, x_XD, weight_P, blocks, gate_EDF, up_ED
     groups = _groups(blocks)
     x = Taken(x_XD, blocks.token_P)
     gate_PF, up_PF = (products.multiply([x], [w], groups) for w in (gate_EDF, up_EDF))
-    hidden_PF = jax.nn.silu(gate_PF.astype(jnp.float32)) * up_PF.astype(jnp.float32) * weight_P[:, None]
-    return products.multiply([hidden_PF.astype(x_XD.dtype)], [down_EFD], groups), gate_PF, up_PF
+    hidden_PF = swiglu(gate_PF, up_PF, weight_P, x_XD.dtype)
+    return products.multiply([hidden_PF], [down_EFD], groups), gate_PF, up_PF
 
 
 def _grouped_backward(products: Products, x_XD, weight_P, blocks, gate_EDF, up_EDF, down_EFD, gate_PF, up_PF, dy_XD):

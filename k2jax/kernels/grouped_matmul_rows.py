@@ -2,7 +2,7 @@
 
 `expert_rows` goes through its blocks one by one. On NVIDIA GPUs, in half precision, as many blocks as a balanced routing fills
 are one grouped product each (`grouped_matmul_triton`), and a loop over such parts does the rest of an unbalanced one: the same
-blocks, so that what is kept for the weights' gradients is the same too. Rows are read where they arrived, weights and their
+blocks, so that what is kept of them is the same too. Rows are read where they arrived, weights and their
 gradients in the stacks of all layers; a row's answers are summed by looking them up, so the order of sums never changes.
 """
 
@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from k2jax.kernels import expert_rows
-from k2jax.kernels.expert_rows import Blocks, Experts, Kept, RowGradients
-from k2jax.kernels.grouped_matmul import TRITON, Products, kernel_takes, through_swiglu
+from k2jax.kernels.expert_rows import Blocks, Experts, Gates, Kept, RowGradients
+from k2jax.kernels.grouped_matmul import TRITON, Products, kernel_takes, swiglu, through_swiglu
 from k2jax.kernels.grouped_matmul_triton import Groups, Taken
 
 
@@ -27,14 +27,16 @@ def forward(
     experts: Experts,
     slot: Int[Array, ""],
     block: int,
+    keep: int,
     part: int,
-) -> Float[Array, "X D"]:
-    """`expert_rows.forward`; a kernel does `part` blocks at a time."""
+) -> tuple[Float[Array, "X D"], Gates]:
+    """`expert_rows.forward`; a kernel does `part` blocks at a time, and `keep` is `part` or 0."""
     args = x_XD, blocks, weight_XK, experts, slot
-    loop = functools.partial(expert_rows.forward, block=block)
+    loop = functools.partial(expert_rows.forward, block=block, keep=keep)
     if not kernel_takes(x_XD, experts.gate_LEDF):
         return loop(*args)
-    return lax.platform_dependent(*args, default=loop, cuda=functools.partial(grouped_forward, TRITON, block=block, part=part))
+    kernel = functools.partial(grouped_forward, TRITON, block=block, keep=keep, part=part)
+    return lax.platform_dependent(*args, default=loop, cuda=kernel)
 
 
 def backward_rows(
@@ -48,12 +50,13 @@ def backward_rows(
     gradients: Experts,
     keep: int,
     part: int,
+    gates: Gates | None = None,
 ) -> tuple[RowGradients, Kept, Experts]:
     """`expert_rows.backward_rows`; a kernel does `part` blocks at a time, and `keep` is `part` or 0."""
-    args = x_XD, d_y_XD, blocks, weight_XK, experts, slot, gradients
+    args = x_XD, d_y_XD, blocks, weight_XK, experts, slot, gradients, gates
 
-    def loop(x_XD, d_y_XD, blocks, weight_XK, experts, slot, gradients):
-        return expert_rows.backward_rows(x_XD, d_y_XD, blocks, weight_XK, experts, slot, block, gradients, keep)
+    def loop(x_XD, d_y_XD, blocks, weight_XK, experts, slot, gradients, gates):
+        return expert_rows.backward_rows(x_XD, d_y_XD, blocks, weight_XK, experts, slot, block, gradients, keep, gates)
 
     if not kernel_takes(x_XD, experts.gate_LEDF):
         return loop(*args)
@@ -128,46 +131,58 @@ def _parts(blocks: Blocks, part: int) -> Int[Array, ""]:
     return -(-blocks.count // part)
 
 
-def grouped_forward(products: Products, x_XD, blocks, weight_XK, experts, slot, block: int, part: int):
+def _require_whole(keep: int, part: int) -> None:
+    if keep not in (0, part):
+        raise ValueError(f"all blocks of a part are kept, or none; got {keep=}, {part=}")
+
+
+def _gates(products: Products, x: Taken, w: Experts, groups: Groups) -> Gates:
+    return Gates(*(products.multiply([x], [m], groups) for m in (w.gate_LEDF, w.up_LEDF)))
+
+
+def grouped_forward(products: Products, x_XD, blocks, weight_XK, experts, slot, block: int, keep: int, part: int):
     """`expert_rows.forward` in grouped products."""
-    E, w = experts.gate_LEDF.shape[1], _flat(experts)
+    _require_whole(keep, part)
+    (_, E, _, F), w = experts.gate_LEDF.shape, _flat(experts)
 
-    def body(p, y_XD):
+    def output_of(p):
         these = _Part.of(blocks, weight_XK, E, slot, p * part, part, block)
-        x = Taken(x_XD, these.row_P)
-        gate, up = (products.multiply([x], [m], these.groups).astype(jnp.float32) for m in (w.gate_LEDF, w.up_LEDF))
-        hidden = (jax.nn.silu(gate) * up * these.weight_P[:, None]).astype(x_XD.dtype)
-        return y_XD + these.sum_rows(products.multiply([hidden], [w.down_LEFD], these.groups))
+        gates = _gates(products, Taken(x_XD, these.row_P), w, these.groups)
+        hidden = swiglu(*gates, these.weight_P, x_XD.dtype)
+        return these.sum_rows(products.multiply([hidden], [w.down_LEFD], these.groups)), gates
 
-    return lax.fori_loop(0, _parts(blocks, part), body, jnp.zeros_like(x_XD))
+    if keep:
+        y_XD, gates = output_of(0)
+    else:
+        y_XD, gates = jnp.zeros_like(x_XD), Gates(*(jnp.zeros((0, F), x_XD.dtype) for _ in Gates._fields))
+    if keep < blocks.expert_M.size:
+        y_XD = lax.fori_loop(keep // part, _parts(blocks, part), lambda p, y_XD: y_XD + output_of(p)[0], y_XD)
+    return y_XD, Gates(*(a.reshape(keep, block, F) for a in gates))
 
 
 def grouped_backward_rows(
-    products: Products, x_XD, d_y_XD, blocks, weight_XK, experts, slot, gradients, block: int, keep: int, part: int
+    products: Products, x_XD, d_y_XD, blocks, weight_XK, experts, slot, gradients, gates, block: int, keep: int, part: int
 ):
     """`expert_rows.backward_rows` in grouped products."""
-    if keep not in (0, part):
-        raise ValueError(f"all blocks of a part are kept, or none; got {keep=}, {part=}")
-    E, w = experts.gate_LEDF.shape[1], _flat(experts)
+    _require_whole(keep, part)
+    (_, E, _, F), w = experts.gate_LEDF.shape, _flat(experts)
 
-    def gradients_of(p):
+    def gradients_of(p, gates: Gates | None):
         these = _Part.of(blocks, weight_XK, E, slot, p * part, part, block)
-        x, d_y = Taken(x_XD, these.row_P), Taken(d_y_XD, these.row_P)
-        gate, up = (products.multiply([x], [m], these.groups) for m in (w.gate_LEDF, w.up_LEDF))
-        d_hidden = products.multiply([d_y], [w.down_LEFD], these.groups, transposed=True)
-        d_gate, d_up, hidden, d_weight_P = through_swiglu(gate, up, these.weight_P, d_hidden)
+        gates = gates or _gates(products, Taken(x_XD, these.row_P), w, these.groups)
+        d_hidden = products.multiply([Taken(d_y_XD, these.row_P)], [w.down_LEFD], these.groups, transposed=True)
+        d_gate, d_up, hidden, d_weight_P = through_swiglu(*gates, these.weight_P, d_hidden)
         d_x_PD = products.multiply([d_gate, d_up], [w.gate_LEDF, w.up_LEDF], these.groups, transposed=True)
         d_weight_XK = d_weight_P.at[these.place_XK].get(mode="fill", fill_value=0)
         return these, RowGradients(these.sum_rows(d_x_PD), d_weight_XK), Kept(d_gate, d_up, hidden)
 
     def adding(p, carry):
         out, gradients = carry
-        these, new, kept = gradients_of(p)
+        these, new, kept = gradients_of(p, None)
         return jax.tree.map(jnp.add, out, new), _add(products, gradients, x_XD, d_y_XD, these, kept)
 
-    F = experts.gate_LEDF.shape[-1]
     if keep:
-        _, out, kept = gradients_of(0)
+        _, out, kept = gradients_of(0, gates and Gates(*(a.reshape(-1, F) for a in gates)))
     else:
         out = RowGradients(jnp.zeros_like(x_XD), jnp.zeros(weight_XK.shape, jnp.float32))
         kept = Kept(*(jnp.zeros((0, F), x_XD.dtype) for _ in Kept._fields))

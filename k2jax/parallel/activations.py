@@ -15,11 +15,13 @@ places: what only led to them is then dead code, which the compiler removes, whi
 | stream | the residual stream between attention and feed-forward | 7168 |
 | gates | gate and up projection of shared or dense feed-forwards: SwiGLU's inputs | 2 x 2048 |
 | hidden | SwiGLU's outputs there | 2048 |
-| expert_rows | the rows that came to a device's experts, where experts are spread over devices | 8 x 7168 |
+| expert_rows | on a mesh, the rows that came to a device's experts | 8 x 7168 |
+| expert_gates | on a mesh, gate and up projection of the experts for those rows: SwiGLU's inputs | 8 x 2 x 2048 |
 
 The experts chosen for each token, and their weights, are always kept: chosen again from rounded numbers they might be others,
-and with them the backward pass can send its first rows at once. Further rounds of an exchange, which only an unbalanced routing
-has, send everything again.
+and with them the backward pass can send its first rows at once. What only an unbalanced routing has is sent and computed again:
+further rounds of an exchange, and pairs of (row, expert) beyond those that `layer.Shape.keep` has room for. Without a mesh the
+gradient of the routed experts is one function's (`kernels.grouped_matmul`), which keeps both, or with all else neither.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +34,7 @@ from jax import lax
 from k2jax.config import Action, ActivationConfig, ModelConfig, RunConfig
 from k2jax.kernels import fp8
 
-NAMES = ("input", "norms", "latents", "heads", "attention", "stream", "gates", "hidden", "expert_rows")
+NAMES = ("input", "norms", "latents", "heads", "attention", "stream", "gates", "hidden", "expert_rows", "expert_gates")
 FOLLOWS = {"routing": None, "attention_lse": "attention"}  # small ones without an action of their own: kept, or as another is
 
 POLICIES: dict[str, dict[str, Action]] = {
@@ -50,6 +52,7 @@ POLICIES: dict[str, dict[str, Action]] = {
         "gates": "fp8+offload",
         "hidden": "recompute",
         "expert_rows": "fp8+offload",
+        "expert_gates": "fp8+offload",
     },
 }
 
@@ -220,10 +223,11 @@ class Cost(NamedTuple):
     recomputed: float  # matrix-product FLOPs done a second time, over those of a forward pass
 
 
-def cost(model: ModelConfig, of: Mapping[str, Action], seq_len: int, rows: float) -> Cost:
-    """What a policy stores and recomputes of a layer with experts, a token; the experts' hidden activations always.
+def cost(model: ModelConfig, of: Mapping[str, Action], seq_len: int, rows: float, pairs: float) -> Cost:
+    """What a policy stores and recomputes of a layer with experts, a token.
 
-    `rows` is how many rows an exchange has for each token of a device, empty places included.
+    `rows` is how many rows an exchange has for each token of a device, `pairs` how many (row, expert) are kept; empty places
+    included.
     """
     a, F = model.attention, model.moe.n_shared * model.moe.d_expert
     element = jnp.dtype(model.dtype).itemsize
@@ -237,6 +241,7 @@ def cost(model: ModelConfig, of: Mapping[str, Action], seq_len: int, rows: float
         "gates": 2 * F,
         "hidden": F,
         "expert_rows": rows * model.d_model,
+        "expert_gates": pairs * 2 * model.moe.d_expert,
     }
     held = {False: 8.0 * model.moe.n_active, True: 0.0}  # the routing: expert and weight of each choice
     for name, action in of.items():
@@ -244,8 +249,8 @@ def cost(model: ModelConfig, of: Mapping[str, Action], seq_len: int, rows: float
             size = 1 + 4 / fp8.TILE if "fp8" in action else element
             held["offload" in action] += size * width[name] + (4 * a.n_heads if name == "attention" else 0)
     pieces = _forward_flops(model, seq_len)
-    again = sum(pieces[name] for name in ("latents", "heads", "attention", "stream", "gates") if of[name] == "recompute")
-    again += pieces["experts"] * 2 / 3 + pieces["router"]  # gate and up; no gradient needs the down projection's output
+    # No gradient needs a down projection's output; every one needs the router's scores.
+    again = sum(flops for name, flops in pieces.items() if of.get(name, "keep") == "recompute") + pieces["router"]
     return Cost(held[False], held[True], again / sum(pieces.values()))
 
 
@@ -264,9 +269,9 @@ def _forward_flops(model: ModelConfig, seq_len: int) -> dict[str, float]:
         "attention": core,
         "stream": a.n_heads * a.d_value * D,
         "gates": 2 * D * model.moe.n_shared * F,
-        "shared down": D * model.moe.n_shared * F,
         "router": D * model.moe.n_experts,
-        "experts": 3 * D * model.moe.n_active * F,
+        "expert_gates": 2 * D * model.moe.n_active * F,
+        "down": D * (model.moe.n_shared + model.moe.n_active) * F,
     }
     return {name: 2.0 * n for name, n in counts.items()}
 

@@ -45,6 +45,10 @@ gpu_device_info {
 # XLA also turns it on by itself where its analytical cost model knows the GPU. One collective is under way at a time.
 OVERLAP = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
+# What a program needs that keeps activations on the host: XLA counts those as if they lay on the device, and to make room there
+# it would compute products again that were to be kept, and say so in a warning alone. Percent of a device's memory to go by.
+HOST = {"xla_gpu_memory_limit_slop_factor": 400}
+
 
 def h100(n_devices: int, per_node: int = 8) -> list[jax.Device]:
     """Compile-only H100 devices, `per_node` to a host, host by host.

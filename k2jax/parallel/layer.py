@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from k2jax.config import Action, ModelConfig
 from k2jax.kernels import expert_rows, grouped_matmul_rows
-from k2jax.kernels.expert_rows import Experts
+from k2jax.kernels.expert_rows import Experts, Gates
 from k2jax.model.block import holding
 from k2jax.model.mla import Context
 from k2jax.parallel import activations, dense
@@ -62,7 +62,7 @@ class Shape(NamedTuple):
     model: ModelConfig
     exchange: Exchange
     block: int  # rows a block of the experts' products
-    keep: int  # blocks whose hidden activations the backward pass keeps
+    keep: int  # blocks of which something is kept; all of them unless the routing is unbalanced
     actions: Mapping[str, Action]  # what becomes of a layer's activations
 
 
@@ -119,26 +119,27 @@ def forward(shape: Shape, slot: Slot, context: Context, x_BTD: Float[Array, "B T
     queues = exchange.queue_up(expert_XK, goes_X)
     z_XD, experts = ready.z_BTD.reshape(B * T, D), experts_of(slot.weights)
 
-    def answer(words):
+    def answer(words, keep):
         arrived = exchange.unpack(words, (z_XD,), expert_XK.shape[1])
         blocks = expert_rows.sort_pairs(arrived.expert_XK, exchange.local, shape.block)
         given = arrived.rows[0], blocks, arrived.weight_XK
-        y_XD = grouped_matmul_rows.forward(*given, experts, slot.index, shape.block, shape.keep)
-        return exchange.pack_answer(y_XD), arrived
+        y_XD, gates = grouped_matmul_rows.forward(*given, experts, slot.index, shape.block, keep, shape.keep)
+        return exchange.pack_answer(y_XD), arrived, gates
 
     def send(turn):
         return exchange.pack((z_XD,), ready.weight_XK, expert_XK, queues, turn)
 
-    out, arrived = answer((yield send(0)))
+    # Of the first round alone: what further ones need is sent and computed again.
+    keeps = {name for name in ("expert_rows", "expert_gates") if shape.actions[name] != "recompute"}
+    out, arrived, gates = answer((yield send(0)), shape.keep if "expert_gates" in keeps else 0)
     y_XD = exchange.collect((yield out), queues, 0)
 
     def further(turn, y_XD):
-        return y_XD + exchange.collect(exchange.travel(answer(exchange.travel(send(turn)))[0]), queues, turn)
+        return y_XD + exchange.collect(exchange.travel(answer(exchange.travel(send(turn)), 0)[0]), queues, turn)
 
     if exchange.ranks > 1:
         y_XD = lax.fori_loop(1, arrived.rounds, further, y_XD)
-    if shape.actions["expert_rows"] != "recompute":
-        named["expert_rows"] = arrived.rows  # of the first round; those of further ones travel again
+    named |= {name: xs for name, xs in (("expert_rows", arrived.rows), ("expert_gates", tuple(gates))) if name in keeps}
     seen = Seen(max_logit_H, load_E, ready.balance, arrived.rounds)
     return ready.base_BTD + y_XD.reshape(B, T, D), seen, activations.store(shape.actions, named)
 
@@ -166,6 +167,7 @@ def backward(
     before, weights = _prepare(shape, slot, context)
     named = activations.load(stored, shape.model.dtype)
     held = named.pop("expert_rows", ())  # with them the gradients travel alone
+    gates = Gates(*named.pop("expert_gates")) if "expert_gates" in named else None
     ready, vjp, (expert_XK, goes_X, _, _) = jax.vjp(activations.replay(before, named), weights, x_BTD, has_aux=True)
     queues = exchange.queue_up(expert_XK, goes_X)
     both = ready.z_BTD.reshape(B * T, D), d_y_BTD.reshape(B * T, D)
@@ -174,24 +176,24 @@ def backward(
     def send(turn, rows):
         return exchange.pack(rows, ready.weight_XK, expert_XK, queues, turn)
 
-    def answer(words, rows, held, gradients, keep):
+    def answer(words, rows, held, gates, gradients, keep):
         arrived = exchange.unpack(words, rows, expert_XK.shape[1])
         blocks = expert_rows.sort_pairs(arrived.expert_XK, exchange.local, shape.block)
         given = (*held, *arrived.rows, blocks, arrived.weight_XK)
-        numbers = slot.index, shape.block, gradients, keep, shape.keep
-        out, kept, gradients = grouped_matmul_rows.backward_rows(*given, experts, *numbers)
+        rest = slot.index, shape.block, gradients, keep, shape.keep, gates
+        out, kept, gradients = grouped_matmul_rows.backward_rows(*given, experts, *rest)
         return exchange.pack_answer(*out), arrived.rounds, (given, kept), gradients
 
     def collect(words, turn):
         return exchange.collect_gradients(words, x_BTD.dtype, D, queues, turn)
 
     rows = both[len(held) :]
-    out, rounds, (given, kept), gradients = answer((yield send(0, rows)), rows, held, gradients, shape.keep)
+    out, rounds, (given, kept), gradients = answer((yield send(0, rows)), rows, held, gates, gradients, shape.keep)
     d_z_XD, d_weight_XK = collect((yield out), 0)
 
     def further(turn, carry):
         (d_z_XD, d_weight_XK), gradients = carry
-        out, _, _, gradients = answer(exchange.travel(send(turn, both)), both, (), gradients, 0)
+        out, _, _, gradients = answer(exchange.travel(send(turn, both)), both, (), None, gradients, 0)
         more_XD, more_XK = collect(exchange.travel(out), turn)
         return (d_z_XD + more_XD, d_weight_XK + more_XK), gradients
 

@@ -4,6 +4,7 @@ Axes: `pipeline` (layers, vocabulary), `expert` (experts, rows of the batch), `d
 optimizer state are owned matrix by matrix by the ranks of a stage (`k2jax.parallel.zero1`).
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -193,8 +194,14 @@ def table(config: RunConfig, mesh: MeshConfig) -> list[Row]:
     return [*rows, Row("empty places of slots", (), (), *left)]
 
 
+@functools.lru_cache
+def shapes(model: ModelConfig) -> dict:
+    """Shapes of a model's weights, float32: the same tree every time, not to be changed."""
+    return transformer.abstract(model)[0]
+
+
 def _leaves(config: RunConfig, mesh: MeshConfig, model: ModelConfig) -> list[Row]:
-    params = transformer.abstract(model)[0]
+    params = shapes(model)
     rule, most = by_path(rules(config.optim, params)), layout(model, mesh).dense_ZJ.shape[1]
 
     def row(path: tuple[str, ...], shape: tuple[int, ...]) -> Row:

@@ -23,11 +23,11 @@ import optax
 from k2jax.axes import axes_of
 from k2jax.config import MeshConfig, ModelConfig, OptimConfig, RunConfig
 from k2jax.kernels import newton_schulz
-from k2jax.model import transformer
 from k2jax.optim.muon import FUSED, Path, blocks_of, by_path, nested
 from k2jax.optim.muonclip import aligned, muonclip, rule_of
 from k2jax.optim.qk_clip import clip_powers
 from k2jax.parallel.layout import IDENTITY, MOE, MTP, Layout, layout
+from k2jax.parallel.mesh import shapes
 
 STACKED = ("slots", "dense")  # keys of the stage tree under which leaves have an axis of entries
 REPLICATED = (("norm_D",), ("mtp", "norm_D"))  # the same on every stage, so counted once in a norm
@@ -139,7 +139,7 @@ class Plan:
 def plan(config: RunConfig, sizes: MeshConfig) -> Plan:
     """Gives a run's weights to the ranks of a mesh whose `data` is resolved. Nothing is allocated."""
     places, R = layout(config.model, sizes), sizes.expert * sizes.data
-    params = transformer.abstract(config.model)[0]
+    params = shapes(config.model)
     arrays = {path: x.shape for path, x in by_path(stage_shapes(config.model, sizes)).items()}
     experts = _experts(places, sizes, {path: shape for path, shape in arrays.items() if axes_of(path[-1]).startswith("E")})
     rule = {path: rule_of(config.optim, path) for path in arrays}
@@ -166,25 +166,30 @@ def plan(config: RunConfig, sizes: MeshConfig) -> Plan:
         expert_cost=cost,
         load_ZR=load_ZR,
         stage=arrays,
-        natural=(params, jax.eval_shape(muonclip(config.optim, config.model).init, params)),
+        natural=(params, _optimizer_state(config.optim, config.model)),
     )
+
+
+@functools.lru_cache
+def _optimizer_state(optim: OptimConfig, model: ModelConfig) -> optax.OptState:
+    return jax.eval_shape(muonclip(optim, model).init, shapes(model))
 
 
 def stage_shapes(model: ModelConfig, sizes: MeshConfig) -> dict:
     """Shapes of one stage's weights on one rank, as the pipeline takes them; all float32."""
     places = layout(model, sizes)
-    whole = transformer.abstract(replace(model, n_layers=2, n_dense=1, n_mtp=1))[0]
+    whole = shapes(replace(model, n_layers=2, n_dense=1, n_mtp=1))
 
-    def shapes(tree: dict, *lead: int) -> dict:
+    def stacked(tree: dict, *lead: int) -> dict:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), jnp.float32), tree)
 
-    slots = shapes(whole["moe"], places.slots)
+    slots = stacked(whole["moe"], places.slots)
     for name, x in slots["ffn"].items():
         if axes_of(name).startswith("E"):
             slots["ffn"][name] = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // sizes.expert, *x.shape[2:]), jnp.float32)
     tree = {"slots": slots, "norm_D": whole["norm_D"]}
     if places.dense_ZJ.shape[1]:
-        tree["dense"] = shapes(whole["dense"]["ffn"], places.dense_ZJ.shape[1])
+        tree["dense"] = stacked(whole["dense"]["ffn"], places.dense_ZJ.shape[1])
     if model.n_mtp:
         tree["mtp"] = {name: x for name, x in whole["mtp"].items() if name != "block"}
     for name in ("embed_WD", "head_WD"):
@@ -259,12 +264,9 @@ def _assign(units: Sequence[Unit], load_ZR: np.ndarray) -> tuple[list[Unit], np.
     assigned = []
     for unit in sorted(units, key=lambda unit: -unit.cost):
         then_ZR = load_ZR + unit.used_Z[:, None] * unit.cost
-
-        def busy(rank: int, then_ZR: np.ndarray = then_ZR, used_Z: np.ndarray = unit.used_Z) -> tuple:
-            # The step waits for the busiest stage; what decides beyond that are the unit's own stages, and then memory.
-            return then_ZR[:, rank].max(), then_ZR[used_Z, rank].max(initial=0), filled_R[rank]
-
-        rank = min(range(len(filled_R)), key=busy)
+        # The step waits for the busiest stage; what decides beyond that are the unit's own stages, and then memory.
+        busy_R = np.lexsort((filled_R, then_ZR[unit.used_Z].max(0, initial=0), then_ZR.max(0)))
+        rank = int(busy_R[0])
         assigned.append(unit._replace(rank=rank, first=int(filled_R[rank])))
         load_ZR[:, rank], filled_R[rank] = then_ZR[:, rank], filled_R[rank] + unit.part
     return assigned, load_ZR

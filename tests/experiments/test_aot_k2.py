@@ -11,8 +11,8 @@ def test_k2_fits_32_nodes_and_the_planner_knows_it():
     pytest.importorskip("jax_plugins.xla_cuda13", reason="compiling for H100 needs pip install -e '.[aot]'")
     one = compile_step(Options(nodes=32, activations=ActivationConfig(policy="k2")))
     assert (one.devices, one.layers, one.optimizer) == (256, 61, "host")
-    assert one.total_gb < 1.03 * 39.24
-    assert one.host_arguments_gb < 1.03 * 35.29 and one.host_temp_gb < 1.03 * 36.60
+    assert one.total_gb < 1.03 * 39.55
+    assert one.host_arguments_gb < 1.03 * 35.29 and one.host_temp_gb < 1.03 * 54.60
     assert one.planner_gb == pytest.approx(one.total_gb, rel=0.1)
     over = {(c.kind, c.axes): c for c in one.collectives}
     # With the rows stored, the last 64 ticks, which have no forward unit, begin with an exchange that nothing runs beside.

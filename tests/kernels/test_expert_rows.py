@@ -40,18 +40,23 @@ def draw(routing):
     return jnp.asarray(x), jnp.asarray(d_y), jnp.asarray(choices, jnp.int32), jnp.asarray(weight), experts
 
 
-@pytest.mark.parametrize("keep", [0, 2, 100])
-@pytest.mark.parametrize("routing", ["random", "one expert", "an expert without rows", "none", "some pairs"])
-def test_both_halves_equal_the_sum_over_experts_for_any_routing(routing, keep):
+ROUTINGS = "random", "one expert", "an expert without rows", "none", "some pairs"
+
+
+@pytest.mark.parametrize(
+    ("routing", "keep", "gates_too"),
+    [(routing, keep, False) for routing in ROUTINGS for keep in (0, 2, 100)] + [("some pairs", 2, True)],
+)
+def test_both_halves_equal_the_sum_over_experts_for_any_routing(routing, keep, gates_too):
     x, d_y, choices, weight, experts = draw(routing)
     block = 8
     start = Experts(*(jnp.full(w.shape, 0.5) for w in experts))  # accumulators are added to
 
     def ours(x, d_y, weight):
         blocks = sort_pairs(choices, E, block)
-        y = expert_rows.forward(x, blocks, weight, experts, SLOT, block)
+        y, gates = expert_rows.forward(x, blocks, weight, experts, SLOT, block, keep if gates_too else 0)
         given = (x, d_y, blocks, weight)
-        out, kept, total = expert_rows.backward_rows(*given, experts, SLOT, block, start, keep)
+        out, kept, total = expert_rows.backward_rows(*given, experts, SLOT, block, start, keep, gates if gates_too else None)
         return y, out, expert_rows.backward_weights(*given, kept, SLOT, block, total)
 
     y, out, total = jax.jit(ours)(x, d_y, weight)
@@ -62,6 +67,24 @@ def test_both_halves_equal_the_sum_over_experts_for_any_routing(routing, keep):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     for a, b in zip(total, d_experts, strict=True):
         np.testing.assert_allclose(a - 0.5, b, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gates_from_the_forward_pass_spare_two_products_and_change_no_bit(dtype):
+    x, d_y, choices, weight, experts = draw("random")
+    (x, d_y), experts = (a.astype(dtype) for a in (x, d_y)), Experts(*(w.astype(dtype) for w in experts))
+    start, block = Experts(*(jnp.zeros(w.shape, jnp.float32) for w in experts)), 8
+    blocks = sort_pairs(choices, E, block)
+    keep = blocks.expert_M.size
+
+    def ours(gates):
+        return expert_rows.backward_rows(x, d_y, blocks, weight, experts, SLOT, block, start, keep, gates)
+
+    gates = jax.jit(lambda x: expert_rows.forward(x, blocks, weight, experts, SLOT, block, keep)[1])(x)
+    assert gates.gate.shape == (keep, block, F) and gates.gate.dtype == dtype
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(ours)(gates), jax.jit(ours)(None))
+    products = [str(jax.make_jaxpr(ours)(given)).count("dot_general") for given in (None, gates)]
+    assert products == [5, 3]  # gate, up, and through the three matrices
 
 
 def test_blocks_cover_every_pair_once():

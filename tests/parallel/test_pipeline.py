@@ -18,7 +18,7 @@ from k2jax.train.step import gradients
 from tests.parallel.stages import cut, join
 
 WITHOUT = {"n_mtp": 0, "n_dense": 0}
-K2_UNROUNDED = ActivationConfig(policy="k2", gates="offload", expert_rows="offload")  # K2's policy but for FP8
+K2_UNROUNDED = ActivationConfig(policy="k2", gates="offload", expert_rows="offload", expert_gates="offload")  # without FP8
 CASES = {
     "two layers a chunk, kept on the host": (
         MeshConfig(pipeline=2, chunks=2, data=1),
@@ -33,7 +33,7 @@ CASES = {
     "buffers of a row, those of the first round kept": (
         MeshConfig(expert=8, data=1, buffer=0.01),
         {"microbatches": 2, "n_dense": 3},
-        ActivationConfig(expert_rows="keep"),
+        ActivationConfig(expert_rows="keep", expert_gates="keep"),
     ),
 }
 
