@@ -271,6 +271,7 @@ class ActivationConfig:
     gates: Action | None = None  # inputs of SwiGLU, of shared experts and dense layers
     hidden: Action | None = None  # its outputs there
     expert_rows: Action | None = None  # rows that came to the experts of a device; on a mesh alone
+    expert_gates: Action | None = None  # inputs of SwiGLU of those experts; on a mesh alone
 
     def __post_init__(self):
         _require(self.input != "recompute", "a layer's input cannot be recomputed; activations.input is 'recompute'")
@@ -297,6 +298,7 @@ class RunConfig:
     out: Path = Path("runs/run")  # folder of the results; the same command continues what it holds
     seed: int = 0  # of the weights; data_seed is apart so that models can be compared on the same batches
     data_seed: int = 0  # of the order of the data
+    init: str = ""  # folder of a training run, or of weights, whose weights this run begins with; empty draws them
     steps: int = 237_821  # optimizer steps; K2's schedule at 67M tokens a step
     batch: int = 16_384  # sequences a step
     seq_len: int = 4096  # tokens a sequence

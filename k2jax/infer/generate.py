@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tyro
 
-from k2jax.data import corpora, tokenizers
+from k2jax.data import tokenizers
 from k2jax.data.tokenizers import Tokenizer
 from k2jax.infer.engine import Engine, EngineConfig, Event, Request
 from k2jax.infer.sampling import Sampling
@@ -38,11 +38,7 @@ def load(folder: Path) -> tuple[Weights, Tokenizer | None]:
 
     Raises ValueError if it is neither a run's with a checkpoint nor one of weights.
     """
-    if not (folder / "model.json").exists():
-        store.last_step(folder)  # says what is wrong with it
-        run = store.read_run(folder)
-        return store.load_run(folder, run.model.dtype), corpora.prepare(run.data).tokenizer
-    weights = store.load(folder, store.read_config(folder).dtype)
+    weights = store.load(folder, store.config_of(folder).dtype)
     if (folder / "tokenizer.json").exists():
         return weights, tokenizers.load(folder)
     if (folder / "tiktoken.model").exists():

@@ -209,7 +209,7 @@ def _our_weights(source: Path) -> tuple[ModelConfig, Callable[[Part], np.ndarray
         config = store.read_config(source)
         held = store.tensors(source, config)
         return config, lambda part: held[part.name].map()[part.index], {"files": _stamps(x.path for x in held.values())}
-    config, *trees = store.load_run(source, "float32")
+    config, *trees = store.load(source, "float32")
     arrays = {}
     for leaf, x in zip(jax.tree.leaves(store.leaves(config)), jax.tree.leaves(trees), strict=True):
         x = np.asarray(x)

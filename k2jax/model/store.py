@@ -139,8 +139,37 @@ def compare(where: str, found: Mapping[str, tuple[int, ...]], expected: Mapping[
         raise ValueError(f"{where}: {'; '.join(faults)}")
 
 
+def check(folder: Path, config: ModelConfig) -> None:
+    """Raises ValueError, naming what differs, if a folder's weights are not of this model, or not whole; it reads none of them.
+
+    What no weight tells may differ: YaRN and the rotation's base, the context, the router's choices, the precision.
+    """
+    held = config_of(folder)
+    found, expected = ({n: shape for file in files(c).values() for n, shape in file.items()} for c in (held, config))
+    compare(str(folder), found, expected)
+    if (folder / "model.json").exists():
+        tensors(folder, held)
+    one, other = held.attention.rope.layout, config.attention.rope.layout
+    if one != other:
+        raise ValueError(f"weights work with the rope layout that they were trained with; {folder} has {one!r}, not {other!r}")
+
+
+def config_of(folder: Path) -> ModelConfig:
+    """The model's config in a folder of weights or of a training run. Raises ValueError if it is neither."""
+    if (folder / "model.json").exists():
+        return read_config(folder)
+    try:
+        last_step(folder)
+    except ValueError:
+        raise ValueError(
+            f"weights are in a training run's folder with a checkpoint, or in one that `python -m k2jax.model.hf import` made; "
+            f"{folder} is neither"
+        ) from None
+    return read_run(folder).model
+
+
 def load(folder: Path, dtype: str, shardings: tuple[dict, dict] | None = None) -> Weights:
-    """Reads a folder of weights, leaf by leaf.
+    """Reads a folder of weights, or the last checkpoint of a training run's, leaf by leaf.
 
     Args:
       dtype: of the matrices; norm gains, the router and its bias are float32 whatever it is. Training wants "float32".
@@ -149,7 +178,9 @@ def load(folder: Path, dtype: str, shardings: tuple[dict, dict] | None = None) -
 
     Raises ValueError if the folder does not hold the whole model that it describes.
     """
-    config = read_config(folder)
+    config = config_of(folder)
+    if not (folder / "model.json").exists():
+        return _load_run(folder, config, dtype, shardings)
     held = tensors(folder, config)
 
     def read(leaf, sharding=None):
@@ -182,22 +213,21 @@ def save(folder: Path, weights: Weights) -> None:
                 place.map("r+")[...] = held[name]
 
 
-def load_run(folder: Path, dtype: str) -> Weights:
-    """The weights of the last checkpoint in a training run's folder, without the optimizer's state; `dtype` as in `load`.
-
-    Raises ValueError if there is none.
-    """
-    step, config = last_step(folder), read_run(folder).model
-    device = SingleDeviceSharding(jax.devices()[0])
+def _load_run(folder: Path, config: ModelConfig, dtype: str, shardings: tuple[dict, dict] | None) -> Weights:
+    """What `load` gives of a training run, without the optimizer's state."""
+    here = SingleDeviceSharding(jax.devices()[0])
+    shardings = shardings or jax.tree.map(lambda _: here, leaves(config))
     params, router_bias = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype(dtype)), sharding=device), leaves(config)
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype(dtype)), sharding=sharding),
+        leaves(config),
+        shardings,
     )
     item = {"params": params, "router_bias": router_bias}
     with ocp.PyTreeCheckpointer() as reader:
         args = ocp.args.PyTreeRestore(
             item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
         )
-        state = reader.restore(folder.resolve() / "checkpoints" / str(step) / "state", args=args)
+        state = reader.restore(folder.resolve() / "checkpoints" / str(last_step(folder)) / "state", args=args)
     return Weights(config, state["params"], state["router_bias"])
 
 

@@ -22,7 +22,6 @@ FREE = (
     *("name", "out", "eval_every", "checkpoint_every", "probe_every"),
     *("data.cache", "data.workers", "data.prefetch", "microbatches", "mesh"),
 )
-OURS = ("config.json", "metrics.jsonl", "probes.jsonl", "result.json", "checkpoints", "tensorboard", "lock")
 
 
 class Refused(ValueError):

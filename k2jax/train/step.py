@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k2jax.config import MeshConfig, RunConfig
-from k2jax.model import transformer
+from k2jax.model import store, transformer
 from k2jax.model.block import Around
 from k2jax.model.moe import update_bias
 from k2jax.optim.muonclip import muonclip
@@ -39,14 +40,29 @@ def _optimizer(config: RunConfig) -> optax.GradientTransformationExtraArgs:
 
 
 def init_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
-    """Draws the weights from `config.seed`; everything else is zero. On a mesh in the owned form."""
-    params, router_bias = transformer.init(config.model, config.seed)
+    """Draws the weights from `config.seed`, or reads them from `config.init`, with the router bias; everything else is zero.
+
+    On a mesh in the owned form, and every process reads its own part alone. Raises ValueError if `config.init` does not hold
+    weights of this model.
+    """
     if mesh is None:
+        params, router_bias = _first_weights(config)
         return jax.jit(lambda p, b: _fresh(config, p, b))(params, router_bias)
-    abstract, sharding = abstract_natural(config, mesh), natural_sharding(config, mesh)
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
-    state = zeros._replace(params=jax.tree.map(np.asarray, params))
-    return from_natural(config, mesh, jax.tree.map(_put, state, sharding))
+    sharding = natural_sharding(config, mesh)
+    params, router_bias = _first_weights(config, (sharding.params, sharding.router_bias))
+    none = {"params": {}, "router_bias": {}}
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract_natural(config, mesh)._replace(**none))
+    state = jax.tree.map(_put, zeros, sharding._replace(**none))
+    return from_natural(config, mesh, state._replace(params=params, router_bias=router_bias))
+
+
+def _first_weights(config: RunConfig, shardings: tuple[dict, dict] | None = None) -> tuple[dict, dict]:
+    """Parameters and router bias before the first step, float32."""
+    if config.init:
+        store.check(Path(config.init), config.model)
+        return store.load(Path(config.init), "float32", shardings)[1:]
+    drawn = transformer.init(config.model, config.seed)
+    return drawn if shardings is None else jax.tree.map(lambda x, sharding: _put(np.asarray(x), sharding), drawn, shardings)
 
 
 def abstract_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:

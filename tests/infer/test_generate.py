@@ -58,28 +58,21 @@ def test_from_an_imported_checkpoint_in_ids(weights, expected, tmp_path, capsys)
     assert "has no tokenizer.json or tiktoken.model; give the prompt as --ids" in capsys.readouterr().err
 
 
-def test_from_a_training_run(weights, tmp_path):
-    """The last checkpoint's weights, and the tokenizer of the run's corpus."""
-    (tmp_path / "text").mkdir()
-    for i in range(4):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"document {i} " * 20)
-    data = DataConfig(
-        corpus=str(tmp_path / "text"), tokenizer="byte", cache=tmp_path / "cache", code=0.0, math=0.0, knowledge=0.0
-    )
-    run = RunConfig(model=models.BYTES, seq_len=64, data=data)
+def test_from_a_training_run_and_its_published_copy(weights, expected, tmp_path, capsys):
+    """The last checkpoint's weights and the run's tokenizer, which goes along with an export and an import."""
     with ocp.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
         for step in (1, 2):
-            state = {
-                "params": weights.params,
-                "router_bias": {"moe": weights.router_bias["moe"] * (step / 2)},
-                "skips": jnp.zeros(()),
-            }
+            bias = {"moe": weights.router_bias["moe"] * (step / 2)}
+            state = {"params": weights.params, "router_bias": bias, "skips": jnp.zeros(())}
             manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state)))
+    run = RunConfig(model=models.BYTES, seq_len=64, data=DataConfig(tokenizer="byte"))
     (tmp_path / "run" / "config.json").write_text(json.dumps(to_dict(run)))
-    loaded, tokenizer = generate.load(tmp_path / "run")
-    assert isinstance(tokenizer, ByteTokenizer) and loaded.config == models.BYTES
-    assert (loaded.router_bias["moe"] == weights.router_bias["moe"]).all()
-    assert (loaded.params["embed_WD"] == weights.params["embed_WD"]).all()
+    ByteTokenizer().save(tmp_path / "run")
+    hf.export_weights(tmp_path / "run", tmp_path / "hf", dtype="float32")
+    hf.import_weights(tmp_path / "hf", tmp_path / "back")
+    for folder in ("run", "back"):
+        assert generate.main(["--checkpoint", str(tmp_path / folder), "--prompt", "ab", "--max-new", "6", *FLAGS]) == 0
+        assert capsys.readouterr().out == ByteTokenizer().decode(expected[0]) + "\n"
 
 
 def test_characters_of_several_bytes_appear_whole_and_sequences_in_order():
@@ -93,7 +86,7 @@ def test_characters_of_several_bytes_appear_whole_and_sequences_in_order():
 
 def test_wrong_commands_are_refused_in_a_sentence(weights, tmp_path, capsys):
     assert generate.main(["--checkpoint", str(tmp_path / "none"), "--prompt", "a"]) == 2
-    assert "a run's folder holds config.json and a folder of checkpoints" in capsys.readouterr().err
+    assert "python -m k2jax.model.hf import` made; " in capsys.readouterr().err
     store.save(tmp_path / "ours", weights)
     for flags in ([], ["--prompt", "a", "--ids", "3"]):
         assert generate.main(["--checkpoint", str(tmp_path / "ours"), *flags]) == 2

@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,24 @@ def test_yarn_ramp_with_deepseek_betas():
     ramp = frequencies_R(RopeConfig(yarn_factor=32.0, beta_fast=32.0), 64) / frequencies_R(RopeConfig(), 64)
     expected = 1 - (1 - 1 / 32) * np.clip((np.arange(32) - 8) / 12, 0, 1)
     np.testing.assert_allclose(ramp, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("factor", [32, 64])
+def test_yarn_from_4k_to_128k_and_256k_pair_by_pair(factor):
+    """By wavelength: a pair that turns once or more within 4096 tokens is kept, a slower one reaches no angle that is new."""
+    rope, length = RopeConfig(yarn_factor=float(factor)), 4096 * factor
+    cos, sin = table(rope, 64, length)
+    for i, frequency in enumerate(frequencies_R(rope, 64)):
+        wavelength = 2 * math.pi * 50_000 ** (i / 32)
+        stretched = wavelength * factor if wavelength > 4096 else wavelength
+        assert frequency == pytest.approx(2 * math.pi / stretched, rel=1e-12)
+        assert stretched == wavelength or length / stretched < 1
+        turns = (length - 1) / stretched
+        angle = 2 * math.pi * (turns - math.floor(turns))
+        assert (cos[-1, i], sin[-1, i]) == pytest.approx((math.cos(angle), math.sin(angle)), abs=1e-6)
+    assert softmax_scale(AttentionConfig(rope=rope)) * math.sqrt(192) == pytest.approx(
+        (math.log(factor) / 10 + 1) ** 2, rel=1e-12
+    )
 
 
 def test_no_extension_is_the_identity():

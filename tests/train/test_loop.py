@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 from k2jax.config import MeshConfig, to_dict
+from k2jax.model import store, transformer
+from k2jax.parallel.mesh import make as make_mesh
 from k2jax.train import loop, metrics
 from k2jax.train.checkpoint import Checkpoints
 from k2jax.train.folder import DiskFull, Refused
 from k2jax.train.loop import Diverged, Stopped, train
+from k2jax.train.step import init_state, to_natural
 
 NOT_OF_THE_CLOCK = ("loss", "grad_norm", "update_rms", "max_logit", "load_imbalance", "learning_rate", "val_loss_by_domain")
 
@@ -79,6 +82,64 @@ def test_evaluations_checkpoints_and_probes_between_steps_leave_no_trace(small, 
         assert 0 < row["entropy"] <= 1 and row["weight_rms"] > 0 and row["spectral_norm"] > row["weight_rms"]
         # Muon moves a matrix by 0.2 of the rate; with decay, the clip, and Newton-Schulz's own spread, about so.
         assert 0.05 < row["update_rms"] / rates[row["step"]] < 0.5, row
+
+
+def test_a_run_begins_with_the_weights_of_another(small, tmp_path):
+    """They are read at step 0 and never again."""
+    train(small, show_progress=False)
+    before = last_state(small)[0]
+    second = replace(small, steps=1, seed=5, data_seed=5, init=str(small.out), out=tmp_path / "second")
+    state, drawn = init_state(second), init_state(replace(second, init=""))
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.router_bias), (before.params, before.router_bias))
+    jax.tree.map(np.testing.assert_array_equal, (state.opt_state, state[4:]), (drawn.opt_state, drawn[4:]))
+    assert state.step == 0 and np.abs(state.router_bias["moe"]).max() > 0
+
+    spread = replace(second, batch=8, mesh=MeshConfig(pipeline=2, expert=2))
+    on_mesh = to_natural(spread, make_mesh(spread), init_state(spread, make_mesh(spread)))
+    jax.tree.map(np.testing.assert_array_equal, (on_mesh.params, on_mesh.router_bias), (before.params, before.router_bias))
+
+    train(second, show_progress=False)
+    small.out.rename(tmp_path / "elsewhere")
+    (second.out / "result.json").unlink()
+    result = train(second, show_progress=False)  # goes on after its last step
+    assert result.steps == last_state(second)[0].step == 1
+
+
+def test_weights_come_to_a_mesh_and_from_a_folder_of_weights(small, tmp_path):
+    params, router_bias = transformer.init(small.model, 3)
+    router_bias = {"moe": router_bias["moe"] + np.arange(4.0, dtype=np.float32)[None]}
+    store.save(tmp_path / "weights", store.Weights(small.model, params, router_bias))
+    spread = replace(small, batch=8, mesh=MeshConfig(pipeline=2, expert=2), init=str(tmp_path / "weights"))
+    grid = make_mesh(spread)
+    state = to_natural(spread, grid, init_state(spread, grid))
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.router_bias), (params, router_bias))
+    assert state.step == 0 and all(np.abs(x).max(initial=0) == 0 for x in jax.tree.leaves(state.opt_state))
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_read(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_data", lambda *_: pytest.fail("the corpus was read"))
+    store.save(tmp_path / "weights", store.Weights(small.model, *transformer.init(small.model, 3)))
+    model, given = small.model, str(tmp_path / "weights")
+    rope = model.attention.rope
+
+    def turned(**changes):
+        return replace(model, attention=replace(model.attention, rope=replace(rope, **changes)))
+
+    store.check(tmp_path / "weights", replace(turned(yarn_factor=8.0, theta=1e4), context=64, norm_eps=1e-5))
+    for i, (other, said) in enumerate(
+        [
+            (replace(model, d_model=24), r"shapes are not the config's: .*embed_WD is \(260, 16\), not \(260, 24\)"),
+            (replace(model, n_layers=2), "tensors are missing: moe.1.attention"),
+            (turned(layout="half"), "has 'interleaved', not 'half'"),
+        ]
+    ):
+        with pytest.raises(Refused, match=said):
+            train(replace(small, model=other, init=given, out=tmp_path / str(i)), show_progress=False)
+    (tmp_path / "weights" / "moe.0.safetensors").unlink()
+    with pytest.raises(Refused, match=r"is not whole: moe\.0\.safetensors is missing"):
+        train(replace(small, init=given, out=tmp_path / "half"), show_progress=False)
+    with pytest.raises(Refused, match=f"{tmp_path / 'none'} is neither"):
+        train(replace(small, init=str(tmp_path / "none")), show_progress=False)
 
 
 @pytest.mark.slow
