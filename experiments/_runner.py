@@ -168,7 +168,7 @@ def training_rate() -> float:
 def program_of(config: RunConfig) -> str:
     """A key that is equal for runs whose compiled programs are: names, seeds, data and lengths are not compiled in."""
     plain = to_dict(config)
-    for name in ("name", "out", "seed", "data_seed", "steps", "eval_every", "eval_batches", "checkpoint_every", "data"):
+    for name in ("name", "out", "init", "seed", "data_seed", "steps", "eval_every", "eval_batches", "checkpoint_every", "data"):
         del plain[name]
     return json.dumps(plain, sort_keys=True)
 

@@ -103,6 +103,15 @@ def _add(x, value, i, axis):
     return _put(x, _at(x, i, axis) + value, i, axis)
 
 
+def _loop(n, first, end, body, state):
+    """`lax.fori_loop(first, end, body, state)`, written out where there are few blocks."""
+    if n > 2:
+        return lax.fori_loop(first, end, body, state)
+    for i in range(first, end):
+        state = body(i, state)
+    return state
+
+
 def _forward(q, k, v, segments, scale, soft_cap):
     n = q.shape[3]
 
@@ -122,14 +131,14 @@ def _forward(q, k, v, segments, scale, soft_cap):
 
         rows = q_i.shape[:-1]
         empty = jnp.zeros((*rows, v.shape[-1]), jnp.float32), jnp.full(rows, MASKED), jnp.zeros(rows, jnp.float32)
-        o, m, total = key_block(0, empty) if n == 1 else lax.fori_loop(0, i + 1, key_block, empty)
+        o, m, total = _loop(n, 0, i + 1, key_block, empty)
         o = o / jnp.maximum(total, 1e-30)[..., None]
         lse = capped(m, soft_cap) + jnp.log(jnp.maximum(total, 1e-30))
         return _put(o_all, o.astype(q.dtype), i, 3), _put(max_all, m, i, 3), _put(lse_all, lse, i, 3)
 
     rows = q.shape[:-1]
     out = jnp.zeros((*rows, v.shape[-1]), q.dtype), jnp.zeros(rows, jnp.float32), jnp.zeros(rows, jnp.float32)
-    o, row_max, lse = query_block(0, out) if n == 1 else lax.fori_loop(0, n, query_block, out)
+    o, row_max, lse = _loop(n, 0, n, query_block, out)
     return o, row_max, lse
 
 
@@ -153,9 +162,9 @@ def _backward(q, k, v, segments, lse, delta, do, scale, soft_cap):
             return dq, dk + jnp.einsum("bghts,bghtx->bgsx", ds, q_i, preferred_element_type=jnp.float32), dv
 
         start = dq, jnp.zeros(k_j.shape, jnp.float32), jnp.zeros(v_j.shape, jnp.float32)
-        dq, dk, dv = query_block(0, start) if n == 1 else lax.fori_loop(j, n, query_block, start)
+        dq, dk, dv = _loop(n, j, n, query_block, start)
         return dq, _put(dk_all, dk.astype(k.dtype), j, 2), _put(dv_all, dv.astype(v.dtype), j, 2)
 
     out = jnp.zeros(q.shape, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)
-    dq, dk, dv = key_block(0, out) if n == 1 else lax.fori_loop(0, n, key_block, out)
+    dq, dk, dv = _loop(n, 0, n, key_block, out)
     return dq.astype(q.dtype), dk, dv

@@ -1,11 +1,14 @@
 """A whole run from a config: data, compilation, steps, validation, checkpoints, result."""
 
 import contextlib
+import functools
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -17,6 +20,7 @@ from k2jax.allocator import keep_freed_memory
 from k2jax.config import MeshConfig, RunConfig, to_dict
 from k2jax.data.corpora import Corpus, prepare
 from k2jax.data.pipeline import Batch, Batches, heldout_batches, timed, train_batches
+from k2jax.model import store
 from k2jax.optim.probes import probe
 from k2jax.parallel import mesh
 from k2jax.train import diagnostics, folder, hosts, metrics
@@ -39,14 +43,14 @@ class Diverged(RuntimeError):
 def train(config: RunConfig, *, show_progress: bool = True) -> Result:
     """Trains, or goes on training, the run that `config` describes, in the folder `config.out`.
 
-    The folder gets `config.json`, `metrics.jsonl`, `probes.jsonl` if any are asked for, TensorBoard events, checkpoints and at
-    the end `result.json`. A run that has ended is read and not run again. One that was killed goes on from its last checkpoint
-    and ends with the same bits; on another mesh it goes on too, and its numbers agree to rounding. All processes of a run call
-    this; process 0 writes.
+    The folder gets `config.json`, the tokenizer, `metrics.jsonl`, `probes.jsonl` if any are asked for, TensorBoard events,
+    checkpoints and at the end `result.json`. A run that has ended is read and not run again. One that was killed goes on from
+    its last checkpoint and ends with the same bits; on another mesh it goes on too, and its numbers agree to rounding. All
+    processes of a run call this; process 0 writes.
 
     Raises:
-      Refused: the folder holds something else or another run; the corpus, the checkpoint, the data or the devices do not fit
-        the config; processes differ in it.
+      Refused: the folder holds something else or another run; the corpus, the checkpoint, the data, the devices or the weights
+        of `config.init` do not fit the config; processes differ in it.
       DiskFull: the last checkpoint is whole.
       Diverged: `optim.max_skips` gradients in a row were not finite.
       Stopped: SIGTERM or SIGINT arrived; a checkpoint was saved (in the main thread alone).
@@ -139,12 +143,17 @@ class _Session:
     batches: Batches
     heldout: dict[str, list[dict]]
     step: jax.stages.Compiled
-    evaluate: jax.stages.Compiled
+    lowered_evaluate: jax.stages.Lowered
     log: metrics.Log
     saved: Checkpoints
     display: Display
     clock: Clock
     first: int  # steps of earlier sessions
+
+    @functools.cached_property
+    def evaluate(self) -> jax.stages.Compiled:
+        """The evaluation, compiled when it is first asked for: the first steps need not wait for it."""
+        return self.lowered_evaluate.compile(compiler_options())
 
     @property
     def spread(self) -> dict[str, int]:
@@ -165,9 +174,13 @@ def _set_up(
     clock.lap("start")
     rows = np.arange(config.batch) if grid is None else mesh.local_rows(grid, config.batch)
     with _refusing():
+        if config.init and not saved.latest:
+            store.check(Path(config.init), config.model)
         corpus, batches, heldout = _data(config, rows.tolist(), display)
+    if hosts.leads():
+        corpus.tokenizer.save(config.out)
     clock.lap("data")
-    step, evaluate = _compile(config, grid)
+    step, lowered_evaluate = _compile(config, grid)
     clock.lap("compile")
 
     first = saved.latest or 0
@@ -175,7 +188,7 @@ def _set_up(
     state = restored.state if restored else init_state(config, grid)
     log = metrics.Log(config.out, first) if hosts.leads() else metrics.NoLog()
     session = _Session(
-        config, sizes, grid, rows, corpus, state, batches, heldout, step, evaluate, log, saved, display, clock, first
+        config, sizes, grid, rows, corpus, state, batches, heldout, step, lowered_evaluate, log, saved, display, clock, first
     )
     if restored:
         with _refusing():
@@ -218,14 +231,25 @@ def _refusing() -> Iterator[None]:
         raise Refused(str(error)) from error
 
 
-def _compile(config: RunConfig, grid: Mesh | None) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+def _compile(config: RunConfig, grid: Mesh | None) -> tuple[jax.stages.Compiled, jax.stages.Lowered]:
+    """The step, compiled, and the evaluation, lowered."""
     state = abstract_state(config, grid)
     split, everywhere = (NamedSharding(grid, spec) if grid else None for spec in (mesh.BATCH, PartitionSpec()))
     ids = jax.ShapeDtypeStruct((config.batch, config.seq_len + 1), np.int32, sharding=split)
     batch = {"tokens_BT": ids, "segments_BT": ids, "positions_BT": ids}
     total_tokens = jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
-    step = make_step(config, grid).lower(state, batch, total_tokens).compile()
-    return step, make_eval(config, grid).lower(state, batch).compile()
+    step = make_step(config, grid).lower(state, batch, total_tokens).compile(compiler_options())
+    return step, make_eval(config, grid).lower(state, batch)
+
+
+def compiler_options() -> dict[str, int]:
+    """Options for the programs of a run, where the user's XLA_FLAGS do not say.
+
+    On a CPU the products are library calls and all else moves memory: LLVM's higher levels of optimization take a quarter more
+    time to compile and make no step faster.
+    """
+    told = "xla_backend_optimization_level" in os.environ.get("XLA_FLAGS", "")
+    return {} if told or jax.default_backend() != "cpu" else {"xla_backend_optimization_level": 1}
 
 
 def _keep_programs(config: RunConfig) -> None:
@@ -298,9 +322,10 @@ def _record(session: _Session, pending: _Pending, evaluate: bool = False) -> Non
 
 def _validate(session: _Session) -> dict[str, float]:
     """Next-token loss of each domain's held-out batches, nats. Reads the state and nothing else."""
-    state, losses = session.state, {}
+    state, evaluate, losses = session.state, session.evaluate, {}
+    session.clock.lap("compile")
     for domain, batches in session.heldout.items():
-        sums = jax.device_get([session.evaluate(state, session.place(batch)) for batch in batches])
+        sums = jax.device_get([evaluate(state, session.place(batch)) for batch in batches])
         losses[domain] = sum(float(nll) for nll, _ in sums) / max(sum(int(count) for _, count in sums), 1)
     return losses
 
