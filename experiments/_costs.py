@@ -56,7 +56,7 @@ def exchange(model: ModelConfig, tokens: int, machine: Machine, expert: int) -> 
 def kept_bytes(model: ModelConfig, seq_len: int, expert: int) -> float:
     """Bytes a token that a layer keeps on the host by the report's policy (2.4.3), buffers without an empty place."""
     rows = expert * share(model.moe, expert)
-    return activations.cost(model, activations.POLICIES["k2"], seq_len, rows, model.moe.n_active).host
+    return activations.cost(model, activations.POLICIES["k2"], seq_len, rows, float(model.moe.n_active)).host
 
 
 def states_gb(stages: int, expert: int) -> float:
