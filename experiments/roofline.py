@@ -7,7 +7,7 @@ stand below the layer. Prints a table and draws it, at full widths, in `runs/roo
 
 On a GPU or TPU each part is timed too, and its share of the floor given. On a CPU ask for that with --measure, and for smaller
 widths with --divide: the rates are then measured here. `python -m experiments.roofline --measure --divide 16 --seq-len 512`
-takes about two minutes on two cores.
+takes half a minute on two cores.
 """
 
 import json
@@ -83,6 +83,7 @@ class Part(NamedTuple):
     fixed: tuple[np.ndarray, ...]
     flops: int  # forward
     flops_back: int
+    joint: bool = False  # the gradients are formed in the forward pass
 
 
 def model_of(options: Options) -> ModelConfig:
@@ -186,7 +187,7 @@ def parts(options: Options, dtype: str) -> list[Part]:
             6 * X * D * shared,
             12 * X * D * shared,
         ),
-        Part("head", head, (array(1, X, D),), (array(model.n_words, D),), (ids_BT,), head_flops, 2 * head_flops),
+        Part("head", head, (array(1, X, D),), (array(model.n_words, D),), (ids_BT,), head_flops, 2 * head_flops, True),
         Part("Newton-Schulz", orthogonalize, (single(1, D, F),), (), (), orthogonal, 0),
     ]
 
@@ -209,9 +210,11 @@ def passes(part: Part) -> dict[str, Pass]:
     """Work by direction, every array read or written once; weight gradients are read and written in float32."""
     out = jax.eval_shape(part.function, part.inputs, part.weights, *part.fixed)
     inputs, weights, fixed = _bytes(part.inputs), _bytes(part.weights), _bytes(part.fixed)
+    gradients = inputs + 8 * sum(w.size for w in part.weights)
+    if part.joint:
+        return {"both": Pass(part.flops + part.flops_back, inputs + weights + fixed + _bytes(out) + gradients)}
     found = {"forward": Pass(part.flops, inputs + weights + fixed + _bytes(out))}
     if part.flops_back or part.weights:
-        gradients = inputs + 8 * sum(w.size for w in part.weights)
         found["backward"] = Pass(part.flops_back, inputs + weights + fixed + _bytes(out) + gradients)
     return found
 
@@ -229,6 +232,9 @@ def programs(part: Part) -> dict[str, Callable[[], object]]:
 
     inputs, weights = filled(part.inputs), filled(part.weights)
     fixed = tuple(jnp.asarray(x) for x in part.fixed)
+    if part.joint:
+        both = jax.jit(jax.value_and_grad(lambda x, w: part.function(x, w, *fixed), argnums=(0, 1)))
+        return {"both": lambda: both(inputs, weights)}
     forward = jax.jit(part.function)
     found = {"forward": lambda: forward(inputs, weights, *fixed)}
     if "backward" in passes(part):
