@@ -6,7 +6,7 @@ there. Then the parts of a step (attention, experts, router, head, optimizer) ar
 
 Shapes: `peer`, that of MaxText's deepseek3-tiny with 4 layers, 16 experts and 512 tokens a step; `sweep8` and `sweep64`, the
 sparsity sweep's smallest and largest; `experts512`, 512 experts and 8,192 tokens. With --peer PYTHON, an interpreter that has
-MaxText 0.2.5, its run of the same shape takes its turn too. About ten minutes on two cores with the peer.
+MaxText 0.2.5, its run of the same shape takes its turn too. A round takes about ten minutes on two cores.
 """
 
 import json
@@ -21,15 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
 from configs import ladder
 from experiments import _step_parts
 from experiments._runner import last_step
-from experiments._timing import interleaved
+from experiments._timing import interleaved, matmul_rate
 from k2jax.allocator import keep_freed_memory
 from k2jax.config import AttentionConfig, DataConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, to_dict
 from k2jax.data.corpora import prepare
@@ -38,8 +36,7 @@ from k2jax.train import metrics
 
 RULES = ("adamw", "muonclip")
 SKIP = 10  # first steps of a run, which no median counts
-# A pause between steps 40 and the end: the row of a step is written when the next one is under way.
-AFTER = 3
+AFTER = 3  # steps beyond those that are timed: a row is written when the next step is under way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,15 +152,8 @@ def time_peer(bench: Bench, rule: str, home: Path) -> Timing:
     return Timing(seconds[SKIP:], start_s)
 
 
-def matmul_rate() -> float:
-    """FLOP/s of a float32 product of 1024 x 1024 matrices here, the best of ten."""
-    a = jnp.ones((1024, 1024))
-    times = interleaved({"product": jax.jit(lambda: a @ a)}, 10)["product"]
-    return 2 * 1024**3 / (1e-3 * min(times))
-
-
 def _turn(bench: Bench, timings: dict, console: Console) -> None:
-    """One round: every shape and rule once with an empty cache and once with a full one, the peer between them."""
+    """One round: every shape and rule once with an empty cache and once with a full one, then the peer."""
     for shape in bench.shapes:
         for rule in RULES:
             with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +225,7 @@ def main(bench: Bench) -> dict:
     console = Console(stderr=True, highlight=False)
     for shape in bench.shapes:
         prepare(SHAPES[shape]("adamw").data, console=console)
-    rate, timings = matmul_rate(), {}
+    rate, timings = matmul_rate(10), {}
     for n in range(bench.rounds):
         console.print(f"round {n + 1} of {bench.rounds}")
         _turn(bench, timings, console)
@@ -272,6 +262,6 @@ if __name__ == "__main__":
     bench = tyro.cli(Bench, description=__doc__)
     try:
         result = main(bench)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
     print(json.dumps(result) if bench.json else render(result))

@@ -25,7 +25,7 @@ import tyro
 
 from configs import k2
 from experiments import _figures
-from experiments._timing import interleaved
+from experiments._timing import interleaved, matmul_rate
 from k2jax.allocator import keep_freed_memory
 from k2jax.config import ModelConfig
 from k2jax.kernels import newton_schulz
@@ -35,7 +35,6 @@ from k2jax.model import moe
 from k2jax.model.mla import project
 from k2jax.model.norm import rms_norm
 from k2jax.model.rope import softmax_scale
-from k2jax.scaling import flops
 from k2jax.train.loss import cross_entropy
 
 
@@ -108,87 +107,86 @@ def model_of(options: Options) -> ModelConfig:
 def parts(options: Options, dtype: str) -> list[Part]:
     """The parts in the order of the forward pass."""
     model = model_of(options)
-    a, m, X, D, F = model.attention, model.moe, options.seq_len, model.d_model, model.moe.d_expert
-    H, Y, local = a.n_heads, a.d_nope + a.d_rope, m.n_experts // options.expert
+    both = _attention(model, options.seq_len, dtype), _feed_forward(model, options, dtype)
+    return [*both[0], *both[1], *_outside(model, options.seq_len, dtype)]
 
-    def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
 
-    def single(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, "float32")
+def _product(name: str, X: int, n: int, out: tuple[int, ...], dtype: str) -> Part:
+    """A projection of X tokens."""
+    flops, (x, w) = 2 * X * n * int(np.prod(out)), _arrays(dtype, (1, X, n), (n, *out))
+    return Part(name, lambda x, w: project(x[0], w[0]), (x,), (w,), (), flops, 2 * flops)
 
-    def product(name: str, n: int, *out: int) -> Part:
-        work = 2 * X * n * int(np.prod(out))
-        return Part(name, lambda x, w: project(x[0], w[0]), (array(1, X, n),), (array(n, *out),), (), work, 2 * work)
 
-    def norm(name: str) -> Part:
-        given = (array(1, X, D),), (single(D),)
-        return Part(name, lambda x, w: rms_norm(x[0], w[0], model.norm_eps), *given, (), 0, 0)
+def _norm(name: str, X: int, model: ModelConfig, dtype: str) -> Part:
+    x, gain = _arrays(dtype, (1, X, model.d_model)), _arrays("float32", (model.d_model,))
+    return Part(name, lambda x, w: rms_norm(x[0], w[0], model.norm_eps), x, gain, (), 0, 0)
+
+
+def _arrays(dtype: str, *shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+
+
+def _attention(model: ModelConfig, X: int, dtype: str) -> list[Part]:
+    a, D = model.attention, model.d_model
+    H, Y, V = a.n_heads, a.d_nope + a.d_rope, a.d_value
 
     def core(x, w, segments_BT):
-        numbers = {"scale": softmax_scale(a), "block": a.block, "soft_cap": a.soft_cap}
-        return attention(*x, segments_BT, **numbers)[0]
+        return attention(*x, segments_BT, scale=softmax_scale(a), block=a.block, soft_cap=a.soft_cap)[0]
 
-    # Causal pairs of query and key. Backward: the logits again, and the gradients of weights, values, queries and keys.
-    pairs = H * X * (X + 1) // 2
-    heads = (array(1, X, H, Y), array(1, X, H, Y), array(1, X, H, a.d_value))
-    core_flops = 2 * pairs * (Y + a.d_value), 2 * pairs * (3 * Y + 2 * a.d_value)
+    pairs = H * X * (X + 1) // 2  # of query and key, causal
+    # Backward: the logits again, and the gradients of weights, values, queries and keys.
+    work = 2 * pairs * (Y + V), 2 * pairs * (3 * Y + 2 * V)
+    heads = _arrays(dtype, (1, X, H, Y), (1, X, H, Y), (1, X, H, V))
+    return [
+        _norm("attention norm", X, model, dtype),
+        _product("query down", X, D, (a.q_rank,), dtype),
+        _product("query up", X, a.q_rank, (H, Y), dtype),
+        _product("key-value down", X, D, (a.kv_rank + a.d_rope,), dtype),
+        _product("key-value up", X, a.kv_rank, (H, a.d_nope + V), dtype),
+        Part("attention core", core, heads, (), (np.ones((1, X), np.int32),), *work),
+        _product("output", X, H * V, (D,), dtype),
+    ]
 
+
+def _feed_forward(model: ModelConfig, options: Options, dtype: str) -> list[Part]:
+    m, X, D, F = model.moe, options.seq_len, model.d_model, model.moe.d_expert
+    local, shared = m.n_experts // options.expert, m.n_shared * F
     # A balanced load: of all ranks' tokens as many choices fall here as this rank's tokens make.
     expert_XK = (np.arange(X * m.n_active, dtype=np.int32) % local).reshape(X, m.n_active)
-    routed = 6 * X * m.n_active * D * F
-    matrices = (array(local, D, F), array(local, D, F), array(local, F, D))
+
+    def router(x, w, real_BT):
+        return moe.route(m, x[0], w[0], jnp.zeros(m.n_experts), real_BT).weight_XK
 
     def experts(x, w, expert_XK):
         return routed_swiglu(x[0], expert_XK, x[1], *w)
 
-    def router(x, w, real_BT):
-        routing = moe.route(m, x[0], w[0], jnp.zeros(m.n_experts), real_BT)
-        return routing.weight_XK
+    x, rows = _arrays(dtype, (1, X, D)), _arrays(dtype, (X, D)) + _arrays("float32", (X, m.n_active))
+    of_experts = _arrays(dtype, (local, D, F), (local, D, F), (local, F, D))
+    of_shared = _arrays(dtype, (D, shared), (D, shared), (shared, D))
+    choose, routed, common = 2 * X * D * m.n_experts, 6 * X * m.n_active * D * F, 6 * X * D * shared
+    return [
+        _norm("feed-forward norm", X, model, dtype),
+        Part("router", router, x, _arrays("float32", (D, m.n_experts)), (np.ones((1, X), bool),), choose, 2 * choose),
+        Part("experts", experts, rows, of_experts, (expert_XK,), routed, 2 * routed),
+        Part("shared expert", lambda x, w: moe.swiglu(x[0], *w), x, of_shared, (), common, 2 * common),
+    ]
+
+
+def _outside(model: ModelConfig, X: int, dtype: str) -> list[Part]:
+    D, F, W = model.d_model, model.moe.d_expert, model.n_words
+    polynomials = newton_schulz.coefficients("jordan", 5)
 
     def head(x, w, targets_BT):
-        mask_BT = jnp.ones(targets_BT.shape, bool)
-        return cross_entropy(x[0], w[0], targets_BT, mask_BT, model.loss_chunk)[0]
-
-    route_flops, head_flops = 2 * X * D * m.n_experts, 2 * X * D * model.n_words
-    shared = m.n_shared * F
-    ids_BT = np.zeros((1, X), np.int32)
-    polynomials = newton_schulz.coefficients("jordan", 5)
+        return cross_entropy(x[0], w[0], targets_BT, jnp.ones(targets_BT.shape, bool), model.loss_chunk)[0]
 
     def orthogonalize(x, w):
         return newton_schulz.newton_schulz(x[0], polynomials, dtype)
 
-    orthogonal = newton_schulz.flops(D, F, 5, newton_schulz.form(D, F, 5))
+    (x, w), targets_BT, count = _arrays(dtype, (1, X, D), (W, D)), np.zeros((1, X), np.int32), 2 * X * D * W
+    work = newton_schulz.flops(D, F, 5, newton_schulz.form(D, F, 5))
     return [
-        norm("attention norm"),
-        product("query down", D, a.q_rank),
-        product("query up", a.q_rank, H, Y),
-        product("key-value down", D, a.kv_rank + a.d_rope),
-        product("key-value up", a.kv_rank, H, a.d_nope + a.d_value),
-        Part("attention core", core, heads, (), (ids_BT + 1,), *core_flops),
-        product("output", H * a.d_value, D),
-        norm("feed-forward norm"),
-        Part(
-            "router",
-            router,
-            (array(1, X, D),),
-            (single(D, m.n_experts),),
-            (np.ones((1, X), bool),),
-            route_flops,
-            2 * route_flops,
-        ),
-        Part("experts", experts, (array(X, D), single(X, m.n_active)), matrices, (expert_XK,), routed, 2 * routed),
-        Part(
-            "shared expert",
-            lambda x, w: moe.swiglu(x[0], *w),
-            (array(1, X, D),),
-            (array(D, shared), array(D, shared), array(shared, D)),
-            (),
-            6 * X * D * shared,
-            12 * X * D * shared,
-        ),
-        Part("head", head, (array(1, X, D),), (array(model.n_words, D),), (ids_BT,), head_flops, 2 * head_flops, True),
-        Part("Newton-Schulz", orthogonalize, (single(1, D, F),), (), (), orthogonal, 0),
+        Part("head", head, (x,), (w,), (targets_BT,), count, 2 * count, joint=True),
+        Part("Newton-Schulz", orthogonalize, _arrays("float32", (1, D, F)), (), (), work, 0),
     ]
 
 
@@ -245,10 +243,10 @@ def programs(part: Part) -> dict[str, Callable[[], object]]:
 
 
 def here(rounds: int, dtype: str) -> Chip:
-    """This machine's rates: a product of 1024 x 1024 matrices, and a copy of 256 MB, read and written."""
-    a, long = jnp.ones((1024, 1024), dtype), jnp.ones(1 << 26)
-    times = interleaved({"product": jax.jit(lambda: a @ a), "copy": jax.jit(lambda: long + 1)}, rounds)
-    return Chip(2 * 1024**3 / (1e-3 * min(times["product"])), 2 * long.nbytes / (1e-3 * min(times["copy"])))
+    """This machine's rates: a product of matrices, and a pass over 256 MB, read and written."""
+    long, add = jnp.ones(1 << 26), jax.jit(lambda x: x + 1)
+    seconds = 1e-3 * min(interleaved({"pass": lambda: add(long)}, rounds)["pass"])
+    return Chip(matmul_rate(rounds, dtype), 2 * long.nbytes / seconds)
 
 
 def measured_chip(options: Options, dtype: str) -> tuple[str, Chip]:
@@ -300,12 +298,6 @@ def main(options: Options) -> dict:
 
 def _bound(work: Pass, chip: Chip) -> str:
     return "compute" if work.flops / chip.flops > work.bytes / chip.bandwidth else "memory"
-
-
-def layer_flops(options: Options) -> int:
-    """Forward FLOPs of the layer by the counts of `k2jax.scaling.flops`, which the parts add up to."""
-    found = flops.training_flops(model_of(options), options.seq_len)
-    return options.seq_len * (found.total - found.head) // 3
 
 
 def render(result: dict) -> str:
