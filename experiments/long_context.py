@@ -15,7 +15,7 @@ first phase's length, wherever they are; (b) without a step at that length, YaRN
 (c) without YaRN the same long phase does not get there; (d) the loss on short texts rises by less than 5%.
 
     python -m experiments.long_context                  10 minutes on two cores, by estimate
-    python -m experiments.long_context --preset smoke   2 minutes, by estimate; shows that everything works, not the claims
+    python -m experiments.long_context --preset smoke   under 2 minutes; shows that everything works, not the claims
     python -m experiments.long_context --preset full    hours on two cores
 
 It writes summary.json, with the shares found by way, length and depth and the verdicts, and figure.png to the folder --out. A
