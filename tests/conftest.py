@@ -1,8 +1,13 @@
 import os
 
-# Before jax starts: eight devices on the CPU, nothing but the CPU, and programs compiled fast rather than fast programs.
+# Before jax starts: eight devices on the CPU, nothing but the CPU, and programs compiled fast rather than fast programs. At
+# LLVM's lowest level the older code generator, in one piece, takes a third less time than the default.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+)
 
 import jax
 import numpy as np

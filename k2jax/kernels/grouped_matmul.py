@@ -3,10 +3,11 @@
 Every (token, chosen expert) pair is a row. Rows are sorted by expert and each expert's rows are padded to whole blocks, so that
 a block meets one expert's weights. Exact for any routing, no token is dropped, and routing never changes a shape.
 
-In jnp, the CPU path and the reference, a loop with a dynamic trip count runs over the blocks that exist. In half precision, on
-NVIDIA GPUs the products are Pallas kernels over the same rows (`grouped_matmul_triton`), on TPUs jax's `ragged_dot`, which has
-a kernel there; SwiGLU between them is left to XLA, since a kernel that took it in would save 1.6% of a layer's least time at
-K2's shapes. GSPMD does not partition the kernels: on a mesh call this inside shard_map.
+In jnp, the CPU path and the reference, a loop with a dynamic trip count runs over the blocks that exist, several of small
+matrices in a turn. In half precision, on NVIDIA GPUs the products are Pallas kernels over the same rows
+(`grouped_matmul_triton`), on TPUs jax's `ragged_dot`, which has a kernel there; SwiGLU between them is left to XLA, since a
+kernel that took it in would save 1.6% of a layer's least time at K2's shapes. GSPMD does not partition the kernels: on a mesh
+call this inside shard_map.
 """
 
 import functools
@@ -22,7 +23,8 @@ from k2jax.kernels import grouped_matmul_triton as triton
 from k2jax.kernels.grouped_matmul_triton import Groups, Rows, Taken
 from k2jax.kernels.tiles import nvidia_is_capable
 
-BLOCK = 64  # rows a block; within 5 % of the best of 32, 64 and 128 on CPU for 64 to 512 experts of width 32 and 64
+TURN_ROWS = 512  # the most rows in a turn of the loop; on CPU 8 to 30% faster than one block, for matrices of 1,024 to 4,096
+TURN_NUMBERS = 2**17  # the most numbers in one kind of matrix there: each turn copies its own
 
 
 class Blocks(NamedTuple):
@@ -31,13 +33,19 @@ class Blocks(NamedTuple):
     slot_XK: jax.Array  # padded place of each (token, choice)
     token_P: jax.Array  # token of each padded place; 0 at padding
     choice_P: jax.Array  # flat (token, choice) of each padded place; the number of rows at padding
-    expert_M: jax.Array  # expert of each block
+    expert_tM: jax.Array  # expert of each block, a row for each turn of the loop
     count: jax.Array  # blocks that exist
     first_E: jax.Array  # each expert's first block
 
 
-def sort_into_blocks(expert_XK: Int[Array, "X K"], n_experts: int, block: int = BLOCK) -> Blocks:
-    """Sorts the rows by expert and pads each expert to whole blocks; buffers hold rows/block + n_experts blocks."""
+def block_rows(rows: int, n_experts: int) -> int:
+    """Rows a block, within 5% of the best of 32, 64 and 128 on CPU for 64 to 512 experts of width 16 to 64."""
+    return 32 if rows < 64 * n_experts else 64
+
+
+def sort_into_blocks(expert_XK: Int[Array, "X K"], n_experts: int, block: int, turn: int = 1) -> Blocks:
+    """Sorts the rows by expert and pads each expert to whole blocks; buffers hold rows/block + n_experts blocks, up to a
+    multiple of `turn`."""
     rows, k = expert_XK.size, expert_XK.shape[1]
     expert_N = expert_XK.reshape(-1)
     order_N = argsort(expert_N, n_experts)
@@ -47,12 +55,12 @@ def sort_into_blocks(expert_XK: Int[Array, "X K"], n_experts: int, block: int = 
     sorted_N = expert_N[order_N]
     place_N = (first_block_E * block - first_row_E)[sorted_N] + jnp.arange(rows, dtype=jnp.int32)
     slot_N = jnp.zeros(rows, jnp.int32).at[order_N].set(place_N, unique_indices=True)
-    places = (rows // block + min(n_experts, rows)) * block
+    places = -(-(rows // block + min(n_experts, rows)) // turn) * turn * block
     choice_P = jnp.full(places, rows, jnp.int32).at[place_N].set(order_N, unique_indices=True)
     token_P = jnp.where(choice_P < rows, choice_P // k, 0)
     starts_M = jnp.zeros(places // block + 1, jnp.int32).at[first_block_E[1:]].add(1, mode="drop")
-    expert_M = jnp.cumsum(starts_M)[:-1]
-    return Blocks(slot_N.reshape(expert_XK.shape), token_P, choice_P, expert_M, blocks_E.sum(), first_block_E)
+    expert_tM = jnp.cumsum(starts_M)[:-1].reshape(-1, turn)
+    return Blocks(slot_N.reshape(expert_XK.shape), token_P, choice_P, expert_tM, blocks_E.sum(), first_block_E)
 
 
 def argsort(expert_N: Int[Array, " N"], n_experts: int) -> Int[Array, " N"]:
@@ -81,20 +89,27 @@ def routed_swiglu(
     return _forward(x_XD, expert_XK, weight_XK, gate_EDF, up_EDF, down_EFD)[0]
 
 
-def _rows(x, i, block):
-    return lax.dynamic_slice_in_dim(x, i * block, block)
+def _turn(rows: int, n_experts: int, numbers: int) -> int:
+    """Blocks in a turn of the loop, for matrices of so many numbers."""
+    block = block_rows(rows, n_experts)
+    return max(1, min(TURN_ROWS // block, TURN_NUMBERS // numbers, rows // block + min(n_experts, rows)))
 
 
-def _put_rows(x, value, i, block):
-    return lax.dynamic_update_slice_in_dim(x, value.astype(x.dtype), i * block, 0)
+def _rows(x_P, i, expert_tM):
+    """Turn i's places, [block of the turn, row, ...]."""
+    rows = x_P.shape[0] // expert_tM.shape[0]
+    return lax.dynamic_slice_in_dim(x_P, i * rows, rows).reshape(expert_tM.shape[1], -1, *x_P.shape[1:])
 
 
-def _expert(w, e):
-    return lax.dynamic_index_in_dim(w, e, keepdims=False)
+def _put_rows(x_P, value, i):
+    value = value.reshape(-1, *x_P.shape[1:]).astype(x_P.dtype)
+    return lax.dynamic_update_slice_in_dim(x_P, value, i * value.shape[0], 0)
 
 
 def _dot(a, b, contract):
-    return lax.dot_general(a, b, ((contract[:1], contract[1:]), ((), ())), preferred_element_type=jnp.float32)
+    """A product for each block of a turn."""
+    axes = (((1 + contract[0],), (1 + contract[1],)), ((0,), (0,)))
+    return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
 
 
 def _padded_weight(blocks, weight_XK):
@@ -102,7 +117,9 @@ def _padded_weight(blocks, weight_XK):
 
 
 def _forward(x_XD, expert_XK, weight_XK, gate_EDF, up_EDF, down_EFD):
-    blocks = sort_into_blocks(expert_XK, gate_EDF.shape[0])
+    E, D, F = gate_EDF.shape
+    turn = _turn(expert_XK.size, E, D * F)
+    blocks = sort_into_blocks(expert_XK, E, block_rows(expert_XK.size, E), turn)
     weight_P = _padded_weight(blocks, weight_XK)
     matrices = gate_EDF, up_EDF, down_EFD
     y_PD, gate_PF, up_PF = _by_platform(_loop_forward, _grouped_forward, x_XD, weight_P, blocks, *matrices)
@@ -124,16 +141,18 @@ def _loop_forward(x_XD, weight_P, blocks, gate_EDF, up_EDF, down_EFD):
     x_PD = x_XD[blocks.token_P]
 
     def body(i, out):
-        y_PD, gate_PF, up_PF = out
-        e = blocks.expert_M[i]
-        x = _rows(x_PD, i, BLOCK)
-        gate, up = _dot(x, _expert(gate_EDF, e), (1, 0)), _dot(x, _expert(up_EDF, e), (1, 0))
-        hidden = swiglu(gate, up, _rows(weight_P, i, BLOCK), x.dtype)
-        y = _dot(hidden, _expert(down_EFD, e), (1, 0))
-        return _put_rows(y_PD, y, i, BLOCK), _put_rows(gate_PF, gate, i, BLOCK), _put_rows(up_PF, up, i, BLOCK)
+        e_M = blocks.expert_tM[i]
+        x, weight = (_rows(a, i, blocks.expert_tM) for a in (x_PD, weight_P))
+        gate, up = _dot(x, gate_EDF[e_M], (1, 0)), _dot(x, up_EDF[e_M], (1, 0))
+        y = _dot(swiglu(gate, up, weight, x.dtype), down_EFD[e_M], (1, 0))
+        return tuple(_put_rows(a, new, i) for a, new in zip(out, (y, gate, up), strict=True))
 
     hidden = jnp.zeros((x_PD.shape[0], gate_EDF.shape[-1]), x_PD.dtype)
-    return lax.fori_loop(0, blocks.count, body, (jnp.zeros_like(x_PD), hidden, hidden))
+    return lax.fori_loop(0, _turns(blocks), body, (jnp.zeros_like(x_PD), hidden, hidden))
+
+
+def _turns(blocks):
+    return -(-blocks.count // blocks.expert_tM.shape[1])
 
 
 def _sum_choices(y_PD, slot_XK):
@@ -150,33 +169,28 @@ def _loop_backward(x_XD, weight_P, blocks, gate_EDF, up_EDF, down_EFD, gate_PF, 
 
     def body(i, out):
         dx_PD, dweight_P, dgate_EDF, dup_EDF, ddown_EFD = out
-        e = blocks.expert_M[i]
-        x, dy = _rows(x_PD, i, BLOCK), _rows(dy_PD, i, BLOCK)
-        gate, up, weight = (_rows(a, i, BLOCK) for a in (gate_PF, up_PF, weight_P))
-        dgate, dup, hidden, dweight = through_swiglu(gate, up, weight, _dot(dy, _expert(down_EFD, e), (1, 1)))
-        dx = _dot(dgate, _expert(gate_EDF, e), (1, 1)) + _dot(dup, _expert(up_EDF, e), (1, 1))
-
-        def add(total, value):
-            return lax.dynamic_update_index_in_dim(total, _expert(total, e) + value, e, 0)
-
+        e_M = blocks.expert_tM[i]
+        x, dy, gate, up, weight = (_rows(a, i, blocks.expert_tM) for a in (x_PD, dy_PD, gate_PF, up_PF, weight_P))
+        dgate, dup, hidden, dweight = through_swiglu(gate, up, weight, _dot(dy, down_EFD[e_M], (1, 1)))
+        dx = _dot(dgate, gate_EDF[e_M], (1, 1)) + _dot(dup, up_EDF[e_M], (1, 1))
         return (
-            _put_rows(dx_PD, dx, i, BLOCK),
-            _put_rows(dweight_P, dweight, i, BLOCK),
-            add(dgate_EDF, _dot(x, dgate, (0, 0))),
-            add(dup_EDF, _dot(x, dup, (0, 0))),
-            add(ddown_EFD, _dot(hidden, dy, (0, 0))),
+            _put_rows(dx_PD, dx, i),
+            _put_rows(dweight_P, dweight, i),
+            dgate_EDF.at[e_M].add(_dot(x, dgate, (0, 0))),
+            dup_EDF.at[e_M].add(_dot(x, dup, (0, 0))),
+            ddown_EFD.at[e_M].add(_dot(hidden, dy, (0, 0))),
         )
 
     zeros = [jnp.zeros(w.shape, jnp.float32) for w in (gate_EDF, up_EDF, down_EFD)]
     start = (jnp.zeros_like(x_PD), jnp.zeros(weight_P.shape, jnp.float32), *zeros)
-    dx_PD, dweight_P, *dw = lax.fori_loop(0, blocks.count, body, start)
+    dx_PD, dweight_P, *dw = lax.fori_loop(0, _turns(blocks), body, start)
     dmatrices = [g.astype(w.dtype) for g, w in zip(dw, (gate_EDF, up_EDF, down_EFD), strict=True)]
     return dx_PD, dweight_P, *dmatrices
 
 
 def swiglu(gate, up, weight, dtype):
     """The weighted hidden activation, computed in float32."""
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32) * weight[:, None]).astype(dtype)
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32) * weight[..., None]).astype(dtype)
 
 
 def through_swiglu(gate, up, weight, dhidden):
@@ -187,9 +201,9 @@ def through_swiglu(gate, up, weight, dhidden):
     silu = gate * sigmoid
     hidden = silu * up
     dweight = (dhidden * hidden).sum(-1)
-    dhidden = dhidden * weight[:, None]
+    dhidden = dhidden * weight[..., None]
     dgate = dhidden * up * (sigmoid + silu * (1 - sigmoid))
-    return dgate.astype(dtype), (dhidden * silu).astype(dtype), (hidden * weight[:, None]).astype(dtype), dweight
+    return dgate.astype(dtype), (dhidden * silu).astype(dtype), (hidden * weight[..., None]).astype(dtype), dweight
 
 
 class Products(NamedTuple):
@@ -244,7 +258,8 @@ def _by_platform(loop, grouped, x_XD, weight_P, blocks, *arrays):
 def _groups(blocks: Blocks) -> Groups:
     """Each expert's places, whole blocks: padding is multiplied too, it has weight 0."""
     end_E = jnp.append(blocks.first_E[1:], blocks.count)
-    return Groups(BLOCK * blocks.first_E, BLOCK * end_E, jnp.arange(end_E.size, dtype=jnp.int32))
+    block = blocks.token_P.size // blocks.expert_tM.size
+    return Groups(block * blocks.first_E, block * end_E, jnp.arange(end_E.size, dtype=jnp.int32))
 
 
 def _grouped_forward(products: Products, x_XD, weight_P, blocks, gate_EDF, up_EDF, down_EFD):

@@ -16,6 +16,8 @@ from k2jax.model.moe import Dense, MoE, Routing
 from k2jax.model.norm import rms_norm
 from k2jax.model.weights import fill, weight
 
+WRITTEN_OUT = 3  # layers: as fast to compile as the scan, and on CPU a step is 6 to 13% shorter, on two cores
+
 Around = Callable[[Callable], Callable]
 
 
@@ -84,7 +86,8 @@ def run_stack(
         return x_BTD, seen
 
     run = around(run)
-    x_BTD, seen = lax.scan(lambda x_BTD, layer: run(x_BTD, layer, context), x_BTD, (weights, bias_LE))
+    unroll = layers.attention_norm_D[...].shape[0] <= WRITTEN_OUT
+    x_BTD, seen = lax.scan(lambda x_BTD, layer: run(x_BTD, layer, context), x_BTD, (weights, bias_LE), unroll=unroll)
     if "balance" in seen:
         seen["balance"] = jnp.sum(seen["balance"])
     return x_BTD, seen

@@ -67,7 +67,7 @@ def test_grouped_products_equal_the_loop_over_blocks(products):
         for shape in ((X, D), (X, D), (X, K), (E, D, F), (E, D, F), (E, F, D))
     )
     chosen = jnp.asarray(np.stack([1 + rng.permutation(E - 1)[:K] for _ in range(X)]), jnp.int32)  # none to expert 0
-    blocks = grouped_matmul.sort_into_blocks(chosen, E)
+    blocks = grouped_matmul.sort_into_blocks(chosen, E, 16, 3)
     weight_P = grouped_matmul._padded_weight(blocks, weight)
     given = x, weight_P, blocks, gate, up, down
 
@@ -79,22 +79,24 @@ def test_grouped_products_equal_the_loop_over_blocks(products):
         expected = jax.jit(lambda: both(grouped_matmul._loop_forward, grouped_matmul._loop_backward))()
         grouped = (functools.partial(f, products) for f in (grouped_matmul._grouped_forward, grouped_matmul._grouped_backward))
         got = jax.jit(lambda: both(*grouped))()
-    places = int(blocks.count) * grouped_matmul.BLOCK  # beyond them the grouped form may leave anything
+    places = int(blocks.count) * 16  # beyond them the grouped form may leave anything
     for number, (a, b) in enumerate(zip(got, expected, strict=True)):
         a, b = (a[:places], b[:places]) if number < 5 else (a, b)
         np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max())
 
 
-def test_every_choice_has_one_place_in_a_block_of_its_expert():
+@pytest.mark.parametrize("turn", [1, 5])
+def test_every_choice_has_one_place_in_a_block_of_its_expert(turn):
     E, block = 7, 4
     expert = jnp.asarray(choices("skewed", 50, 3, E), jnp.int32)
-    blocks = sort_into_blocks(expert, E, block)
+    blocks = sort_into_blocks(expert, E, block, turn)
     slots = np.asarray(blocks.slot_XK)
     assert len(np.unique(slots)) == slots.size
-    assert (np.asarray(blocks.expert_M)[slots // block] == expert).all()
+    assert (np.asarray(blocks.expert_tM).ravel()[slots // block] == expert).all()
     assert (np.asarray(blocks.token_P)[slots] == np.arange(50)[:, None]).all()
     loads = np.bincount(np.asarray(expert).ravel(), minlength=E)
     assert blocks.count == (-(-loads // block)).sum()
+    assert blocks.expert_tM.shape[1] == turn and blocks.expert_tM.size * block == blocks.token_P.size
 
 
 def test_large_keys_do_not_overflow():

@@ -93,7 +93,7 @@ def start(tmp_path, programs):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count={}")
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(programs),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
