@@ -6,7 +6,8 @@ there. Then the parts of a step (attention, experts, router, head, optimizer) ar
 
 Shapes: `peer`, that of MaxText's deepseek3-tiny with 4 layers, 16 experts and 512 tokens a step; `sweep8` and `sweep64`, the
 sparsity sweep's smallest and largest; `experts512`, 512 experts and 8,192 tokens. With --peer PYTHON, an interpreter that has
-MaxText 0.2.5, its run of the same shape takes its turn too. A round takes about ten minutes on two cores.
+MaxText 0.2.5, its run of the same shape takes its turn too. A round takes about ten minutes on two cores. A sweep gives
+each run one core: `taskset -c 0 python -m experiments.bench_step` measures that, against that core's rate.
 """
 
 import json
@@ -223,8 +224,8 @@ def main(bench: Bench) -> dict:
         raise ValueError(f"shapes are {', '.join(SHAPES)}; got {', '.join(sorted(unknown))}")
     keep_freed_memory()
     console = Console(stderr=True, highlight=False)
-    for shape in bench.shapes:
-        prepare(SHAPES[shape]("adamw").data, console=console)
+    for data in {SHAPES[shape]("adamw").data: None for shape in bench.shapes}:
+        prepare(data, console=console)
     rate, timings = matmul_rate(10), {}
     for n in range(bench.rounds):
         console.print(f"round {n + 1} of {bench.rounds}")

@@ -247,7 +247,7 @@ def _elements(owners: ownership.Plan) -> tuple[int, int]:
 
 def search(run: RunConfig, devices: int, machine: Machine) -> list[Plan]:
     """Every mesh of these devices on which the run fits into memory, optimizer on the device or else on the host; the fastest
-    first. Stages and expert ranks are powers of two, chunks those with which no more slots are empty than a stage has."""
+    first. Stages and expert ranks are powers of two, chunks those with which fewer slots are empty than there are layers."""
     found, powers, layers = [], [2**i for i in range(devices.bit_length())], run.model.n_layers + run.model.n_mtp
     shapes = [
         MeshConfig(pipeline=P, expert=EP, chunks=v, buffer=run.mesh.buffer)

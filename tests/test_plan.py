@@ -1,7 +1,11 @@
+import contextlib
+import itertools
 import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from configs import k2
 from k2jax import plan
@@ -113,6 +117,26 @@ def test_search_finds_only_meshes_that_fit_fastest_first():
     assert len(set(shapes)) == len(shapes)
     assert "pipeline" in plan.table(found)
     assert not plan.search(run, 16, replace(MACHINE, memory=1.0))
+
+
+@settings(max_examples=4, deadline=None)
+@given(devices=st.sampled_from((2, 4)), layers=st.integers(1, 4), n_mtp=st.integers(0, 1), share=st.floats(0.3, 1.1))
+def test_search_finds_what_trying_every_mesh_finds(devices, layers, n_mtp, share):
+    base = k2_run(n_mtp)
+    small = {"n_layers": layers, "n_words": 2048, "d_model": 256, "d_dense": 512}
+    moe = replace(base.model.moe, n_experts=32, d_expert=64)
+    run = replace(base, batch=16, seq_len=512, model=replace(base.model, moe=moe, **small))
+    one_each = replace(run, mesh=MeshConfig(pipeline=1, expert=devices))
+    machine = replace(MACHINE, memory=share * plan.plan(one_each, devices, MACHINE).memory.total / 1e9)
+    powers, found = [2**i for i in range(devices.bit_length())], {}
+    for offload, P, EP, v in itertools.product((False, True), powers, powers, (1, 2, 4)):
+        with contextlib.suppress(ValueError):
+            sizes = MeshConfig(pipeline=P, expert=EP, chunks=v, offload=offload)
+            one = plan.plan(replace(run, mesh=sizes), devices, machine)
+            if plan.fits(one, machine) and one.empty < layers + n_mtp and (v == 1 or P > 1):
+                found.setdefault((P, EP, v), one)
+    wanted = sorted(found.values(), key=lambda one: one.step)
+    assert plan.search(run, devices, machine) == wanted
 
 
 def test_one_device_has_no_traffic():

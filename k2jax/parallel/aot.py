@@ -1,11 +1,14 @@
-"""H100 devices to compile for, on a machine without one.
+"""Devices to compile for, on a machine without one: H100 and TPU v5p.
 
-XLA for CUDA compiles for a described target: `jax.jit(f).lower(...).compile()` over a mesh of these devices gives the scheduled
-program (`as_text()`) and what it needs of each device (`memory_analysis()`), but no speed and no numbers. It takes no GPU, no
-driver: only XLA's CUDA plugin, ptxas and libdevice, `pip install -e '.[aot]'`; JAX_PLATFORMS=cpu keeps jax from seeking a GPU.
+XLA compiles for a described target: `jax.jit(f).lower(...).compile()` over a mesh of these devices gives the scheduled program
+(`as_text()`) and what it needs of each device (`memory_analysis()`), but no speed and no numbers. It takes no GPU or TPU, no
+driver: only XLA's CUDA plugin, ptxas and libdevice, `pip install -e '.[aot]'`, or libtpu, `pip install -e '.[tpu]'`;
+JAX_PLATFORMS=cpu keeps jax from seeking a device.
 """
 
 import importlib.util
+import itertools
+import math
 import os
 import shutil
 from pathlib import Path
@@ -45,9 +48,11 @@ gpu_device_info {
 # XLA also turns it on by itself where its analytical cost model knows the GPU. One collective is under way at a time.
 OVERLAP = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
-# What a program needs that keeps activations on the host: XLA counts those as if they lay on the device, and to make room there
-# it would compute products again that were to be kept, and say so in a warning alone. Percent of a device's memory to go by.
-HOST = {"xla_gpu_memory_limit_slop_factor": 400}
+# What a program needs that keeps activations on the host. XLA counts those as if they lay on the device, and to make room there
+# it would compute products again that were to be kept, and say so in a warning alone: percent of a device's memory to go by.
+# And with the two copies under way that it allows, a tick would begin by waiting for most of them, with nothing beside: as many
+# as a tick has.
+HOST = {"xla_gpu_memory_limit_slop_factor": 400, "xla_gpu_experimental_parallel_async_compute_limit": 64}
 
 
 def h100(n_devices: int, per_node: int = 8) -> list[jax.Device]:
@@ -67,6 +72,24 @@ def h100(n_devices: int, per_node: int = 8) -> list[jax.Device]:
         raise RuntimeError(
             "compiling for H100 needs XLA's CUDA plugin, from pip install -e '.[aot]', and, without a GPU, JAX_PLATFORMS=cpu"
         ) from error
+
+
+def v5p(n_devices: int) -> list[jax.Device]:
+    """Compile-only TPU v5p chips in the torus of so many whose sides differ least.
+
+    Raises ValueError if there is no such torus, RuntimeError if libtpu is missing.
+    """
+    sides = [2, *range(4, 25, 4)]  # of cubes of 4 x 4 x 4, or fewer chips than one has
+    tori = [torus for torus in itertools.combinations_with_replacement(sides, 3) if math.prod(torus) == n_devices]
+    if not tori:
+        raise ValueError(f"n_devices must fill a torus with sides of 2, 4, 8, ... or 24 chips; got {n_devices=}")
+    if not importlib.util.find_spec("libtpu"):
+        raise RuntimeError("compiling for TPU v5p needs libtpu, and none was found; run: pip install -e '.[tpu]'")
+    # Read when libtpu starts: there is no metadata server to ask, and other processes may compile as well.
+    alone = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    return topologies.get_topology_desc("v5p:" + "x".join(map(str, min(tori, key=sum))), platform="tpu").devices
 
 
 def ptxas() -> Path | None:

@@ -159,6 +159,9 @@ def _tick(stage: Stage, t, carry: Carry, *, forward: bool, backward: bool) -> Ca
 
 def _keep(stage: Stage, t, unit: _Unit, went: Done, carry: Carry) -> Carry:
     """Notes what a forward unit observed, and keeps what it stored for its backward."""
+    if carry.ahead is not None:
+        # Stored once the unit has ended: the fetches from the host, which come before the first write, run beside all of it.
+        went = Done(*lax.optimization_barrier((went.tied, went.rest)))
     stored, seen, hidden_BTD = went.rest
     first = unit.chunk * stage.pipe.layout.layers
     carry = carry._replace(

@@ -142,10 +142,26 @@ def test_devices_that_do_not_fill_their_hosts_are_refused():
         aot.h100(12)
 
 
+def test_chips_that_do_not_fill_a_torus_are_refused():
+    with pytest.raises(ValueError, match=r"fill a torus.*n_devices=12"):
+        aot.v5p(12)
+
+
 def test_a_missing_compiler_is_one_sentence(monkeypatch):
     monkeypatch.setattr(aot, "ptxas", lambda: None)
     with pytest.raises(RuntimeError, match=r"ptxas.*pip install -e '\.\[aot\]'"):
         aot.h100(8)
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"libtpu.*pip install -e '\.\[tpu\]'"):
+        aot.v5p(8)
+
+
+@pytest.mark.parametrize(("n_devices", "last"), [(16, (1, 1, 3)), (256, (3, 7, 7)), (512, (7, 7, 7))])
+def test_a_torus_of_v5p_is_as_round_as_can_be(n_devices, last):
+    pytest.importorskip("libtpu", reason="compiling for TPU v5p needs pip install -e '.[tpu]'")
+    devices = aot.v5p(n_devices)
+    assert len(devices) == n_devices and {d.platform for d in devices} == {"tpu"}
+    assert tuple(max(d.coords[axis] for d in devices) for axis in range(3)) == last
 
 
 def test_h100_and_cpu_devices_live_in_one_process():
