@@ -72,8 +72,8 @@ class Target(NamedTuple):
 
 TARGETS = {"h100": Target("H100s", 80.0, aot.h100), "v5p": Target("TPU v5p chips", 95.0, aot.v5p)}
 
-
 ON_HOST = "S(5)"  # in the layout of an array that lies there
+# Operations that copy nothing.
 PASSES_ON = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 
 
