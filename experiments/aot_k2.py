@@ -108,9 +108,13 @@ class Compiled(NamedTuple):
     collectives: list[Collective]
 
 
+def _machine(options: Options) -> plan.Machine:
+    return plan.Machine(memory=TARGETS[options.target].memory)
+
+
 def configuration(options: Options) -> tuple[RunConfig, plan.Plan]:
     """The run, and its plan; a number of nodes that does not fit raises ValueError."""
-    run, machine = k2.config(), plan.Machine(memory=TARGETS[options.target].memory)
+    run, machine = k2.config(), _machine(options)
     model = replace(run.model, n_layers=options.layers, n_mtp=1)
     run = replace(run, model=model, activations=options.activations)
     devices = options.nodes * machine.devices
@@ -152,10 +156,10 @@ def compile_step(options: Options) -> Compiled:
     start = time.perf_counter()
     lowered = lower(run, devices)
     middle = time.perf_counter()
-    on_gpu, machine = options.target == "h100", plan.Machine(memory=TARGETS[options.target].memory)
+    on_gpu = options.target == "h100"
     away = activations.any_on_host(activations.actions(run.activations, on_mesh=True))
     # What does not fit is compiled as if it did: the figure is what it needs, not what XLA computes again to need less.
-    unlimited = aot.HOST if away or not plan.fits(planned, machine) else {}
+    unlimited = aot.HOST if away or not plan.fits(planned, _machine(options)) else {}
     program = lowered.compile(compiler_options=aot.OVERLAP | unlimited if on_gpu else {})
     end = time.perf_counter()
     found = program.memory_analysis()
@@ -222,9 +226,16 @@ POLICIES = (
 
 
 def table(options: Options) -> list[dict]:
-    """The lines of the file `options.table` once it holds every policy: the policy and what `compile_step` says."""
+    """The lines of the file `options.table` once it holds every policy: the policy and what `compile_step` says.
+
+    Raises ValueError if the file holds another target's, cluster's or model's lines.
+    """
     path = options.table
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    asked = {"target": options.target, "devices": options.nodes * _machine(options).devices, "layers": options.layers}
+    for other in lines:
+        if found := {name: other[name] for name in asked if other[name] != asked[name]}:
+            raise ValueError(f"{path} holds lines of {found}; a table of {asked} needs a file of its own")
     there = {line["policy"] for line in lines}
     for policy in track([p for p in POLICIES if p not in there], "policies", console=Console(stderr=True), transient=True):
         name, *actions = policy.split()
@@ -285,7 +296,8 @@ def show(one: Compiled) -> None:
 def main(options: Options) -> int:
     """Compiles, prints; returns 0 if the step fits, 1 if it does not."""
     if options.table:
-        show_table(table(options))
+        lines = table(options)
+        print(json.dumps(lines)) if options.json else show_table(lines)
         return 0
     minutes = {"h100": "two to five", "v5p": "more than ten"}[options.target]
     waiting = contextlib.nullcontext() if options.json else Console(stderr=True).status(f"compiling, {minutes} minutes")
@@ -295,7 +307,7 @@ def main(options: Options) -> int:
         print(json.dumps(one._asdict() | {"collectives": [c._asdict() for c in one.collectives]}))
     else:
         show(one)
-    return 0 if one.total_gb <= plan.USABLE * TARGETS[options.target].memory else 1
+    return 0 if one.total_gb <= plan.USABLE * _machine(options).memory else 1
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def block_rows(rows: int, n_experts: int) -> int:
     return 32 if rows < 64 * n_experts else 64
 
 
-def sort_into_blocks(expert_XK: Int[Array, "X K"], n_experts: int, block: int, turn: int = 1) -> Blocks:
+def sort_into_blocks(expert_XK: Int[Array, "X K"], n_experts: int, block: int, turn: int) -> Blocks:
     """Sorts the rows by expert and pads each expert to whole blocks; buffers hold rows/block + n_experts blocks, up to a
     multiple of `turn`."""
     rows, k = expert_XK.size, expert_XK.shape[1]

@@ -65,7 +65,7 @@ def test_a_table_goes_on_where_it_ended(tmp_path, monkeypatch):
     def compiled(options):
         asked.append(options.activations)
         sizes = dict.fromkeys(aot_k2.Compiled._fields, 1.0)
-        return aot_k2.Compiled(**sizes)
+        return aot_k2.Compiled(**sizes | {"target": "h100", "devices": 256, "layers": 61})
 
     monkeypatch.setattr(aot_k2, "compile_step", compiled)
     monkeypatch.setattr(aot_k2, "POLICIES", POLICIES[:2])
@@ -75,6 +75,8 @@ def test_a_table_goes_on_where_it_ended(tmp_path, monkeypatch):
     assert asked == [ActivationConfig(policy="full", input=action) for action in (None, "fp8", "offload")]
     assert [line["policy"] for line in lines] == [*POLICIES[:3]]
     assert [json.loads(line) for line in file.read_text().splitlines()] == lines
+    with pytest.raises(ValueError, match=r"'devices': 256.*'devices': 512"):
+        aot_k2.table(Options(table=file, nodes=64))
 
 
 def test_where_the_optimizer_lies():
