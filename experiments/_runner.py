@@ -202,9 +202,9 @@ def _start(job: Job, slot: Slot, home: Path, worker: Sequence[str], lock: int, p
     environment = os.environ | slot.environment
     root = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    # A slot is one device: a test's fake ones are not for the runs.
+    # A slot is one device: neither a test's fake ones nor the machine's cores are for one run.
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", environment.get("XLA_FLAGS", ""))
-    environment["XLA_FLAGS"] = flags.strip()
+    environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=1".strip()
     with log.open("ab") as output:
         process = subprocess.Popen(
             [*worker, str(path), str(os.getpid())],

@@ -157,7 +157,7 @@ def compile_step(options: Options) -> Compiled:
     lowered = lower(run, devices)
     middle = time.perf_counter()
     on_gpu = options.target == "h100"
-    away = activations.any_on_host(activations.actions(run.activations, on_mesh=True))
+    away = activations.any_on_host(activations.actions(run.activations, cut=True))
     # What does not fit is compiled as if it did: the figure is what it needs, not what XLA computes again to need less.
     unlimited = aot.HOST if away or not plan.fits(planned, _machine(options)) else {}
     program = lowered.compile(compiler_options=aot.OVERLAP | unlimited if on_gpu else {})

@@ -2,7 +2,8 @@
 
 Every figure is of real runs: `k2jax.train` in a process of its own, on prepared text, with data, metrics and log. Shapes and
 rules are run in turn within every round. A round's first process compiles into an empty cache, the second finds the programs
-there. Then the parts of a step (attention, experts, router, head, optimizer) are timed alone, in turn, beside the whole step.
+there. Then the parts of a step (attention, experts, router, head, optimizer) are timed alone, in turn, beside the whole step,
+all on one device.
 
 Shapes: `peer`, that of MaxText's deepseek3-tiny with 4 layers, 16 experts and 512 tokens a step; `sweep8` and `sweep64`, the
 sparsity sweep's smallest and largest; `experts512`, 512 experts and 8,192 tokens. With --peer PYTHON, an interpreter that has
@@ -30,7 +31,7 @@ from experiments import _step_parts
 from experiments._runner import last_step
 from experiments._timing import interleaved, matmul_rate
 from k2jax.allocator import keep_freed_memory
-from k2jax.config import AttentionConfig, DataConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, to_dict
+from k2jax.config import AttentionConfig, DataConfig, MeshConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, to_dict
 from k2jax.data.corpora import prepare
 from k2jax.scaling.flops import training_flops
 from k2jax.train import metrics
@@ -47,6 +48,7 @@ class Bench:
     shapes: tuple[str, ...] = ("peer", "sweep8", "sweep64", "experts512")
     steps: int = 40  # of every run
     rounds: int = 3
+    devices: int = 0  # that a run splits its batch over; 0 is a core each, as training does by itself
     peer: Path | None = None  # a Python with MaxText 0.2.5 installed
     parts: bool = True  # time the parts of a step too
     part_rounds: int = 9  # timings of each part, interleaved
@@ -88,7 +90,8 @@ SHAPES = {"peer": peer_shape, "sweep8": _sweep(8, 16), "sweep64": _sweep(64, 16)
 def run_of(bench: Bench, shape: str, rule: str, out: Path) -> RunConfig:
     """The training run that is timed."""
     steps = bench.steps + AFTER
-    return replace(SHAPES[shape](rule), out=out, steps=steps, eval_every=0, eval_batches=1, checkpoint_every=0)
+    mesh = MeshConfig(data=bench.devices)
+    return replace(SHAPES[shape](rule), mesh=mesh, out=out, steps=steps, eval_every=0, eval_batches=1, checkpoint_every=0)
 
 
 class Timing(NamedTuple):
@@ -209,12 +212,14 @@ def _shape_row(bench: Bench, shape: str, timings: dict, rate: float) -> dict:
 
 
 def _parts_row(bench: Bench, shape: str, run_s: float) -> dict[str, float]:
-    """Seconds of each part, MuonClip; `host` is what a step of the run takes beyond the program, `rest` what no part is."""
+    """Seconds of each part, MuonClip, on one device; `rest` is what no part is, and `host`, of a run on one device too, what a
+    step takes beyond the program."""
     config = SHAPES[shape]("muonclip")
     programs = {"step": _step_parts.step(config), **_step_parts.parts(config)}
     found = {name: 1e-3 * statistics.median(ms) for name, ms in interleaved(programs, bench.part_rounds).items()}
     step = found.pop("step")
-    return found | {"rest": step - sum(found.values()), "step": step, "host": run_s - step}
+    found |= {"rest": step - sum(found.values()), "step": step}
+    return found | ({"host": run_s - step} if bench.devices == 1 else {})
 
 
 def main(bench: Bench) -> dict:

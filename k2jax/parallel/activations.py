@@ -59,9 +59,9 @@ POLICIES: dict[str, dict[str, Action]] = {
 Named = dict[str, tuple[Any, ...]]  # name -> the values of that name, in order
 
 
-def actions(config: ActivationConfig, on_mesh: bool) -> dict[str, Action]:
-    """What to do with each name: the policy's, unless the config says otherwise."""
-    policy = {"auto": "full" if on_mesh else "none"}.get(config.policy, config.policy)
+def actions(config: ActivationConfig, cut: bool) -> dict[str, Action]:
+    """What to do with each name: the policy's, unless the config says otherwise. `cut`: whether the model is (`mesh.cut`)."""
+    policy = {"auto": "full" if cut else "none"}.get(config.policy, config.policy)
     return {name: getattr(config, name) or action for name, action in POLICIES[policy].items()}
 
 
@@ -281,7 +281,7 @@ def _forward_flops(model: ModelConfig, seq_len: int) -> dict[str, float]:
 
 def around(config: RunConfig) -> Callable[[Callable], Callable]:
     """What the plain training loop puts around the function of one layer, `(x, layer, context) -> (x, seen)`."""
-    of = actions(config.activations, on_mesh=False)
+    of = actions(config.activations, cut=False)
     if set(of.values()) == {"keep"}:
         return lambda f: f
     names = stored_names(of)

@@ -4,8 +4,10 @@ Axes: `pipeline` (layers, vocabulary), `expert` (experts, rows of the batch), `d
 optimizer state are owned matrix by matrix by the ranks of a stage (`k2jax.parallel.zero1`).
 """
 
+import contextlib
 import functools
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -55,9 +57,31 @@ def sizes(config: RunConfig, n_devices: int) -> MeshConfig:
     return mesh
 
 
+def take_cores(config: RunConfig) -> None:
+    """On a CPU, asks jax for a device a rank; where `mesh.data` is left open, for one a core, as far as the batch divides.
+
+    XLA leaves cores idle in a step of small products, and ranks do not. Call it before anything asks for devices: later, and
+    where XLA_FLAGS or jax's own setting tells their number, it changes nothing.
+    """
+    told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or jax.config.jax_num_cpu_devices >= 0
+    if told or jax.distributed.is_initialized():
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    mesh, group = config.mesh, config.mesh.pipeline * config.mesh.expert
+    part = (config.microbatches or mesh.pipeline) * mesh.expert  # of the batch's rows, for each replica
+    fitting = [n for n in range(1, cores // group + 1) if config.batch % (part * n) == 0]
+    with contextlib.suppress(RuntimeError):  # jax has its devices
+        jax.config.update("jax_num_cpu_devices", group * (mesh.data or max(fitting, default=1)))
+
+
 def count(mesh: MeshConfig) -> int:
     """Devices of a mesh whose `data` is resolved."""
     return mesh.pipeline * mesh.expert * mesh.data
+
+
+def cut(mesh: MeshConfig) -> bool:
+    """Whether the model is cut, over a pipeline's stages or its experts over ranks. Else every rank runs the plain loop."""
+    return mesh.pipeline * mesh.expert > 1
 
 
 def microbatches(config: RunConfig, mesh: MeshConfig) -> int:
@@ -94,10 +118,11 @@ def _check_model(model: ModelConfig, mesh: MeshConfig) -> None:
             f"mesh.pipeline={mesh.pipeline}; next to it are {_multiples(model.n_words, mesh.pipeline)}"
         )
     widths = [(m.n_shared + j) * m.d_expert for j in range(m.n_active + 1)]
-    if model.n_dense and model.d_dense not in widths:
+    if cut(mesh) and model.n_dense and model.d_dense not in widths:
         raise ValueError(
-            f"on a mesh a dense layer runs as the shared expert and up to n_active={m.n_active} experts, so d_dense must be "
-            f"(n_shared + j) * d_expert; got d_dense={model.d_dense}; next to it are {_nearest(model.d_dense, widths)}"
+            f"over a pipeline or expert ranks a dense layer runs as the shared expert and up to n_active={m.n_active} experts, "
+            f"so d_dense must be (n_shared + j) * d_expert; got d_dense={model.d_dense}; "
+            f"next to it are {_nearest(model.d_dense, widths)}"
         )
 
 

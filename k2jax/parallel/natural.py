@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from k2jax.axes import axes_of
 from k2jax.optim.muon import Path, by_path, nested
@@ -94,7 +94,7 @@ def _pieces(plan: Plan) -> list[_Piece]:
 @functools.lru_cache  # weights and moments of one shape share a program, and so do all checkpoints
 def _program_to(plan: Plan, mesh: Mesh, paths: tuple[Path, ...]) -> Callable[[dict, Array], tuple[dict, Array]]:
     def convert(owned: dict, count: Array) -> tuple[dict, Array]:
-        return nested(_natural(plan, zero1.working(plan, zero1.local(owned), "float32"))), count
+        return of_stage(plan, zero1.working(plan, zero1.local(owned), "float32")), count
 
     return _mapped(convert, mesh, PartitionSpec(*AXES), _specs(plan, paths))
 
@@ -104,7 +104,7 @@ def _program_from(
     plan: Plan, mesh: Mesh, sections: tuple[str, ...], paths: tuple[Path, ...]
 ) -> Callable[[dict, Array], tuple[dict, Array]]:
     def convert(natural: dict, count: Array) -> tuple[dict, Array]:
-        return zero1.whole(zero1.own(plan, _stage(plan, by_path(natural)), sections)), count
+        return zero1.whole(zero1.own(plan, to_stage(plan, natural), sections)), count
 
     return _mapped(convert, mesh, _specs(plan, paths), PartitionSpec(*AXES))
 
@@ -125,7 +125,10 @@ def _mapped(f: Callable, mesh: Mesh, in_spec: Any, out_spec: Any) -> Callable:
     """The jitted program of `f`, which passes the count of steps through, so that it comes to lie on the mesh too."""
     everywhere = PartitionSpec()
     in_specs, out_specs = (in_spec, everywhere), (out_spec, everywhere)
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    # Copies, which LLVM makes no faster: on a CPU compiled in half the time.
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped, compiler_options=options)
 
 
 # --- the optimizer state's tree
@@ -194,8 +197,8 @@ def _spec(plan: Plan, path: Path, shape: tuple[int, ...]) -> PartitionSpec:
     return PartitionSpec(*axes)
 
 
-def _natural(plan: Plan, tree: dict) -> dict[Path, Array]:
-    """The natural leaves, or this device's parts of them, whose weights a stage tree holds."""
+def of_stage(plan: Plan, tree: dict) -> dict:
+    """The natural tree, or this device's part of it, of as much as a stage tree holds; inside shard_map."""
     arrays = by_path(tree)
     rows: dict[Path, Array] = {}
     found = {}
@@ -206,21 +209,43 @@ def _natural(plan: Plan, tree: dict) -> dict[Path, Array]:
         if path[-1] in VOCABULARY:
             found[path] = arrays[path]
             continue
+        x = arrays[home.path] if home.stacked else arrays[home.path][None]
+        if home.path not in rows and plan.layout.stages == 1:
+            rows[home.path] = x[None]
         if home.path not in rows:  # every stage's entries, in order
-            x = arrays[home.path] if home.stacked else arrays[home.path][None]
             traded = _traded(plan, path, x.shape[1:])
             if traded is None:
                 rows[home.path] = lax.all_gather(x, "pipeline")
             else:
                 x = lax.all_to_all(x, "pipeline", traded + 1, 0, tiled=True)
                 rows[home.path] = x.reshape(plan.layout.stages, -1, *x.shape[1:])
-        x = rows[home.path][home.stage_L, home.entry_L]
+        x = _take(rows[home.path], home)
         found[path] = x if home.stacked else x[0]
-    return found
+    return nested(found)
 
 
-def _stage(plan: Plan, arrays: dict[Path, Array]) -> dict:
-    """The inverse: the stage tree, or its part, from the natural leaves. Entries without a layer are zero."""
+def _take(rows: Float[Array, "P S ..."], home: _Home) -> Float[Array, "L ..."]:
+    """The layers' entries. Those that follow each other, as on a single stage, are one slice: a step does it too."""
+    if not _in_a_row(home):
+        return rows[home.stage_L, home.entry_L]
+    return lax.slice_in_dim(rows[home.stage_L[0]], int(home.entry_L[0]), int(home.entry_L[-1]) + 1)
+
+
+def _put(rows: Float[Array, "P S ..."], home: _Home, x: Float[Array, "L ..."]) -> Float[Array, "P S ..."]:
+    """The inverse of `_take`."""
+    if not _in_a_row(home):
+        return rows.at[home.stage_L, home.entry_L].set(x)
+    first = int(home.stage_L[0]), int(home.entry_L[0]), *(0,) * (x.ndim - 1)
+    return lax.dynamic_update_slice(rows, x[None], first)
+
+
+def _in_a_row(home: _Home) -> bool:
+    return bool((home.stage_L == home.stage_L[0]).all() and (np.diff(home.entry_L) == 1).all())
+
+
+def to_stage(plan: Plan, tree: dict) -> dict:
+    """The inverse of `of_stage`: the stage tree, or its part, from natural leaves. Entries without a layer are zero."""
+    arrays = by_path(tree)
     members: dict[Path, list[tuple[Path, _Home]]] = {}
     for path in arrays:
         home = _home(plan.layout, path)
@@ -250,9 +275,9 @@ def _entries(plan: Plan, path: Path, natural: list[tuple[Array, _Home]]) -> Arra
     x = natural[0][0] if stacked else natural[0][0][None]
     rows = jnp.zeros((plan.layout.stages, entries, *x.shape[1:]), x.dtype)  # every stage's entries, in order
     for x, home in natural:
-        rows = rows.at[home.stage_L, home.entry_L].set(x if stacked else x[None])
-    if traded is None:
-        mine = rows[lax.axis_index("pipeline")]
+        rows = _put(rows, home, x if stacked else x[None])
+    if traded is None or plan.layout.stages == 1:
+        mine = rows[lax.axis_index("pipeline")] if plan.layout.stages > 1 else rows[0]
     else:
         mine = lax.all_to_all(rows.reshape(-1, *rows.shape[2:]), "pipeline", 0, traded + 1, tiled=True)
     return mine if stacked else mine[0]

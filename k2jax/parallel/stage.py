@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from k2jax.config import MeshConfig, ModelConfig, RunConfig
 from k2jax.kernels.expert_rows import block_rows
-from k2jax.parallel import activations, dense, schedule
+from k2jax.parallel import activations, dense, mesh, schedule
 from k2jax.parallel.expert import Exchange, capacity
 from k2jax.parallel.layer import Shape
 from k2jax.parallel.layout import STACKS, Layout, layout
@@ -56,7 +56,7 @@ def pipeline(config: RunConfig, sizes: MeshConfig, microbatches: int) -> Pipelin
     block = block_rows(pairs, exchange.local)
     keep = -(-int(sizes.buffer * pairs) // block) + min(exchange.local, pairs)
     slot_ZN = schedule.residual_slots(sizes.pipeline, sizes.chunks, microbatches)
-    shape = Shape(model, exchange, block, keep, activations.actions(config.activations, on_mesh=True))
+    shape = Shape(model, exchange, block, keep, activations.actions(config.activations, mesh.cut(sizes)))
     return Pipeline(layout(model, sizes), microbatches, microbatches * ranks, slot_ZN, shape)
 
 

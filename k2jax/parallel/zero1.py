@@ -26,8 +26,10 @@ from k2jax.model.weights import working_dtype
 from k2jax.optim.muon import Path, by_path, nested
 from k2jax.optim.muonclip import muonclip
 from k2jax.parallel.mesh import AXES, RANKS
-from k2jax.parallel.ownership import REPLICATED, Kind, Leaf, Plan, tree_of
+from k2jax.parallel.ownership import REPLICATED, Kind, Leaf, Plan, rank_bytes, tree_of
 from k2jax.parallel.ownership import plan as plan  # the first thing a user of this module needs
+
+AT_ONCE = 2**28  # bytes of float32 weights and moments of a rank: with no more, all matrices of a kind are updated together
 
 # --- the owned state as global arrays
 
@@ -260,29 +262,40 @@ def update(
 
 
 def _update_muon(plan: Plan, step: _Step, params: Array, moments: dict, gradients: Array, max_logit_LH: Array):
-    """One loop for each kind of unit over as many as this rank owns, in place."""
+    """Kind by kind, in place: one loop over as many units as this rank owns, or all of them as one stack."""
     stage, rank = lax.axis_index("pipeline"), lax.axis_index(RANKS)
     carry = *_device(plan, (params, moments)), jnp.zeros(())
     for kind in plan.kinds:
         first_N, slot_N = (jnp.asarray(table)[stage, rank] for table in (kind.first_ZRN, kind.slot_ZRN))
+        count = jnp.where(step.finite, jnp.asarray(kind.count_ZR)[stage, rank], 0)
         rule = "muonclip" if kind.clipped else "muon"
 
-        def body(i, carry, kind=kind, first_N=first_N, slot_N=slot_N, rule=rule):
+        def some(units, carry, kind=kind, first_N=first_N, slot_N=slot_N, rule=rule, count=count):
             def take(rows: Float[Array, "R m"]) -> dict:
-                return _open(kind, lax.dynamic_slice_in_dim(rows, first_N[i], kind.units[0].part, axis=1))
+                cut = [lax.dynamic_slice_in_dim(rows, first_N[i], kind.units[0].part, axis=1) for i in units]
+                return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *(_open(kind, one) for one in cut))
 
-            def put(rows: Float[Array, "R m"], unit: dict) -> Float[Array, "R m"]:
-                return lax.dynamic_update_slice_in_dim(rows, _close(kind, unit, plan.ranks), first_N[i], axis=1)
+            def put(rows: Float[Array, "R m"], stack: dict) -> Float[Array, "R m"]:
+                for place, i in reversed(list(enumerate(units))):  # beyond the count come copies of the first, unchanged
+                    one = _close(kind, jax.tree.map(lambda x, place=place: x[place : place + 1], stack), plan.ranks)
+                    rows = lax.dynamic_update_slice_in_dim(rows, one, first_N[i], axis=1)
+                return rows
 
             params, moments, squares = carry
-            logits = {"slots": max_logit_LH[slot_N[i]][None]} if kind.clipped else {}
-            old = {name: take(moment) for name, moment in moments.items()}
-            unit, new, updates = step.apply(rule, take(params), old, take(gradients), logits)
+            logits = {"slots": jnp.stack([max_logit_LH[slot_N[i]] for i in units])} if kind.clipped else {}
+            old = take(params), {name: take(moment) for name, moment in moments.items()}
+            *new, updates = step.apply(rule, *old, take(gradients), logits)
+            if len(units) > 1:
+                chosen_N = jnp.asarray(units) < count
+                new, updates = _those(chosen_N, tuple(new), old), _those(chosen_N, updates)
+            stack, new = new
             moments = {name: put(moments[name], x) for name, x in new.items()}
-            return put(params, unit), moments, squares + _squares(updates)
+            return put(params, stack), moments, squares + _squares(updates)
 
-        count = jnp.where(step.finite, jnp.asarray(kind.count_ZR)[stage, rank], 0)
-        carry = lax.fori_loop(0, count, body, carry)
+        if _at_once(plan) and len(first_N) > 1:
+            carry = some(range(len(first_N)), carry)
+        else:
+            carry = lax.fori_loop(0, count, lambda i, carry, some=some: some([i], carry), carry)
     return *_home(plan, carry[:2]), carry[2]
 
 
@@ -303,10 +316,17 @@ def _close(kind: Kind, unit: dict, ranks: int) -> Float[Array, "R m"]:
 
 
 def _update_experts(plan: Plan, step: _Step, params: dict, moments: dict, gradients: dict, max_logit_LH: Array):
-    """One expert at a time, in place: beyond what it is given the loop needs room for a few matrices."""
+    """One expert at a time, in place: beyond what it is given the loop needs room for a few matrices. Or all as one stack."""
     del max_logit_LH
     stage, replica = lax.axis_index("pipeline"), lax.axis_index("data")
     index_N = jnp.asarray(plan.experts.index_ZRN)[stage, replica]
+    count = jnp.where(step.finite, jnp.asarray(plan.experts.count_ZR)[stage, replica], 0)
+
+    if _at_once(plan):
+        owned_N = jnp.zeros(len(index_N), bool).at[index_N].set(jnp.arange(len(index_N)) < count)
+        old = _device(plan, (params, moments))
+        *new, updates = step.apply(plan.expert_rule, *old, gradients, {})
+        return *_home(plan, _those(owned_N, tuple(new), old)), _squares(_those(owned_N, updates))
 
     def body(i, carry):
         def take(tree):
@@ -319,7 +339,6 @@ def _update_experts(plan: Plan, step: _Step, params: dict, moments: dict, gradie
         put = jax.tree.map(lambda x, one: lax.dynamic_update_slice_in_dim(x, one, index_N[i], 0), old, new)
         return *put, squares + _squares(updates)
 
-    count = jnp.where(step.finite, jnp.asarray(plan.experts.count_ZR)[stage, replica], 0)
     return lax.fori_loop(0, count, body, (params, moments, jnp.zeros(())))
 
 
@@ -330,6 +349,21 @@ def _update_adamw(plan: Plan, step: _Step, params: Array, moments: dict, gradien
     *new, updates = step.apply("adamw", *old, {"adamw": gradients}, {})
     params, moments = _home(plan, jax.tree.map(lambda a, b: jnp.where(step.finite, a, b), tuple(new), old))
     return params["adamw"], {name: x["adamw"] for name, x in moments.items()}, _once(plan, updates["adamw"])
+
+
+def _at_once(plan: Plan) -> bool:
+    """Whether matrices are so small that all are updated together: a loop over many such is slow, and on a CPU copies them all
+    every turn."""
+    return sum(rank_bytes(plan).values()) <= AT_ONCE
+
+
+def _those(chosen_N: Bool[Array, " N"], new, old=None):
+    """The chosen entries of the leaves' first axis from `new`, the others from `old`, or zero."""
+
+    def one(new, old):
+        return jnp.where(chosen_N.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(lambda x: one(x, 0), new) if old is None else jax.tree.map(one, new, old)
 
 
 # --- sums of squares

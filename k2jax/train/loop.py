@@ -56,6 +56,7 @@ def train(config: RunConfig, *, show_progress: bool = True) -> Result:
       Stopped: SIGTERM or SIGINT arrived; a checkpoint was saved (in the main thread alone).
     """
     clock = Clock()
+    mesh.take_cores(config)
     hosts.agree_on_run(config)
     if hosts.leads():
         folder.check(config)

@@ -43,9 +43,10 @@ def target_masks(segments_BS: Int[Array, "B S"]) -> tuple[Bool[Array, "B T"], Bo
     return next_BT, next_BT & jnp.pad(next_BT[:, 1:], ((0, 0), (0, 1)))
 
 
-def count_targets(segments_BS: Int[Array, "B S"]) -> Counts:
-    """Targets of a batch, at least 1 each so that a batch of padding divides by no zero."""
-    return Counts(*(jnp.maximum(mask_BT.sum(dtype=jnp.int32), 1) for mask_BT in target_masks(segments_BS)))
+def count_targets(segments_BS: Int[Array, "B S"], ranks: tuple[str, ...] = ()) -> Counts:
+    """Targets of a batch, which the mesh axes `ranks` split; at least 1 each, so that a batch of padding divides by no zero."""
+    counts = lax.psum([mask_BT.sum(dtype=jnp.int32) for mask_BT in target_masks(segments_BS)], ranks)
+    return Counts(*(jnp.maximum(count, 1) for count in counts))
 
 
 def loss(
@@ -87,6 +88,12 @@ def combine(a: Parts, b: Parts) -> Parts:
         jax.tree.map(jnp.maximum, a.max_logit_LH, b.max_logit_LH),
         add(a.load_LE, b.load_LE),
     )
+
+
+def over_ranks(parts: Parts, ranks: tuple[str, ...]) -> Parts:
+    """The same over ranks that have a part each."""
+    sums = lax.psum(parts._replace(max_logit_LH={}), ranks)
+    return sums._replace(max_logit_LH=lax.pmax(parts.max_logit_LH, ranks))
 
 
 def cross_entropy(

@@ -1,5 +1,6 @@
 """One training step as a pure function of the state, and the evaluation that leaves no trace in it."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from k2jax.model.moe import update_bias
 from k2jax.optim.muonclip import muonclip
 from k2jax.optim.schedules import learning_rate
 from k2jax.parallel import activations, natural, pipeline, stage, zero1
-from k2jax.parallel.mesh import BATCH, RANKS, microbatches
-from k2jax.train.loss import Batch, Counts, Parts, combine, count_targets, cross_entropy, loss, target_masks
+from k2jax.parallel.layout import STACKS
+from k2jax.parallel.mesh import BATCH, RANKS, cut, microbatches
+from k2jax.train.loss import Batch, Counts, Parts, combine, count_targets, cross_entropy, loss, over_ranks, target_masks
 
 
 class TrainState(NamedTuple):
@@ -199,27 +201,22 @@ def _updated_on_one(config: RunConfig) -> Callable[..., _Updated]:
 
 
 def _updated_on_mesh(config: RunConfig, mesh: Mesh) -> Callable[..., _Updated]:
-    """The same on a mesh, in one `shard_map`: gather the weights, run the pipeline, update what each rank owns.
+    """The same on a mesh, in one `shard_map`: gather the weights, find the gradients, update what each rank owns.
 
     Its `check_vma` is off: every vjp inside is of a function without collectives, so nothing is summed that is not written out.
     """
     sizes = _sizes(config, mesh)
-    plan, pipe = zero1.plan(config, sizes), _pipeline(config, sizes)
+    plan = zero1.plan(config, sizes)
+    found = _through_pipeline(config, sizes) if cut(sizes) else _on_replica(config, plan)
 
     def updated(params: dict, opt_state: dict, router_bias: dict, batch: Batch, rate: jax.Array) -> _Updated:
         params, opt_state = zero1.local(params), zero1.local(opt_state)
         weights = zero1.working(plan, params, config.model.dtype)
-        rows, _ = rows_of(config, pipe, batch, divide=True)
-        grads, seen = pipeline.gradients(pipe, weights, router_bias, rows)
-        max_logit_LH = stage.by_stack(pipe, seen.max_logit_LH)
-        load_LE = {stack: load for stack, load in stage.by_stack(pipe, seen.load_LE).items() if stack != "dense"}
-        parts = Parts(seen.next_token, seen.mtp, seen.balance, max_logit_LH, load_LE)
+        grads, parts, max_logit_LH, rounds = found(weights, router_bias, batch)
         total = parts.next_token + config.model.mtp_weight * parts.mtp + parts.balance
-        params, opt_state, told = zero1.update(
-            plan, config, params, opt_state, grads, rate, seen.max_logit_LH, jnp.isfinite(total)
-        )
+        params, opt_state, told = zero1.update(plan, config, params, opt_state, grads, rate, max_logit_LH, jnp.isfinite(total))
         told = told["grad_norm"], told["finite"], told["update_rms"]
-        return _Updated(zero1.whole(params), zero1.whole(opt_state), parts, total, *told, seen.rounds)
+        return _Updated(zero1.whole(params), zero1.whole(opt_state), parts, total, *told, rounds)
 
     owned = zero1.specs(plan)
     everywhere = PartitionSpec()
@@ -230,6 +227,45 @@ def _updated_on_mesh(config: RunConfig, mesh: Mesh) -> Callable[..., _Updated]:
         out_specs=_Updated(*owned, *(everywhere,) * 6),
         check_vma=False,
     )
+
+
+class _Found(NamedTuple):
+    """What a rank finds of a batch."""
+
+    grads: dict  # its stage tree, by its rows, not yet summed over ranks
+    parts: Parts  # of the batch
+    max_logit_LH: jax.Array  # of the stage's slots
+    rounds: jax.Array
+
+
+def _through_pipeline(config: RunConfig, sizes: MeshConfig) -> Callable[[dict, dict, Batch], _Found]:
+    """Gradients where the model is cut."""
+    pipe = _pipeline(config, sizes)
+
+    def found(weights: dict, router_bias: dict, batch: Batch) -> _Found:
+        rows, _ = rows_of(config, pipe, batch, divide=True)
+        grads, seen = pipeline.gradients(pipe, weights, router_bias, rows)
+        max_logit_LH = stage.by_stack(pipe, seen.max_logit_LH)
+        load_LE = {stack: load for stack, load in stage.by_stack(pipe, seen.load_LE).items() if stack != "dense"}
+        parts = Parts(seen.next_token, seen.mtp, seen.balance, max_logit_LH, load_LE)
+        return _Found(grads, parts, seen.max_logit_LH, seen.rounds)
+
+    return found
+
+
+def _on_replica(config: RunConfig, plan: zero1.Plan) -> Callable[[dict, dict, Batch], _Found]:
+    """Gradients where every rank has the whole model: the plain loop on the rank's rows."""
+
+    def found(weights: dict, router_bias: dict, batch: Batch) -> _Found:
+        # Back to float32, so that gradients are; a cast to the model's dtype, in which they travelled, undoes it.
+        params = jax.tree.map(lambda w: w.astype(jnp.float32), natural.of_stage(plan, weights))
+        grads, parts, _ = gradients(config, params, router_bias, batch, ranks=RANKS)
+        max_logit_LH = jnp.full((plan.layout.slots, config.model.attention.n_heads), -jnp.inf)
+        for stack, of_stack_LH in parts.max_logit_LH.items():
+            max_logit_LH = max_logit_LH.at[plan.layout.places(STACKS[stack])[1]].set(of_stack_LH)
+        return _Found(natural.to_stage(plan, grads), parts, max_logit_LH, jnp.ones((), jnp.int32))
+
+    return found
 
 
 def _sizes(config: RunConfig, mesh: Mesh) -> MeshConfig:
@@ -253,23 +289,33 @@ def rows_of(config: RunConfig, pipe: stage.Pipeline, batch: Batch, *, divide: bo
 
 
 def gradients(
-    config: RunConfig, params: dict, router_bias: dict, batch: Batch, around: Around | None = None
+    config: RunConfig,
+    params: dict,
+    router_bias: dict,
+    batch: Batch,
+    around: Around | None = None,
+    ranks: tuple[str, ...] = (),
 ) -> tuple[dict, Parts, jax.Array]:
     """Gradients, parts and value of the loss of a batch, one microbatch at a time, summed in float32.
 
     The result is that of the undivided batch, exactly: the denominators are the whole batch's (`k2jax.train.loss`). `around` is
-    put around every layer; by default it is what the config's activation policy asks for.
+    put around every layer; by default it is what the config's activation policy asks for. `ranks` are mesh axes over which the
+    rows of the batch are split: gradients are then by the rows here, to be summed over the ranks, the rest is of all rows.
     """
-    n, counts = config.microbatches or config.batch, count_targets(batch["segments_BT"])
-    around = around or activations.around(config)
+    n, counts = config.microbatches or len(batch["tokens_BT"]), count_targets(batch["segments_BT"], ranks)
+    n_parts, around = n * lax.axis_size(ranks), around or activations.around(config)
 
     def of_part(part: Batch):
-        value_and_grad = jax.value_and_grad(lambda p: loss(config.model, p, router_bias, part, counts, n, around), has_aux=True)
+        def of_params(params):
+            return loss(config.model, params, router_bias, part, counts, n_parts, around)
+
+        value_and_grad = jax.value_and_grad(of_params, has_aux=True)
         (total, parts), grads = value_and_grad(params)
         return grads, parts, total
 
     if n == 1:
-        return of_part(batch)
+        grads, parts, total = of_part(batch)
+        return grads, over_ranks(parts, ranks), lax.psum(total, ranks)
 
     def add_part(carry, part):
         grads, parts, total = of_part(part)
@@ -279,28 +325,33 @@ def gradients(
     one = jax.eval_shape(of_part, jax.tree.map(lambda a: a[0], split))
     grads, parts, total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)
     lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), parts.max_logit_LH)
-    return lax.scan(add_part, (grads, parts._replace(max_logit_LH=lowest), total), split)[0]
+    grads, parts, total = lax.scan(add_part, (grads, parts._replace(max_logit_LH=lowest), total), split)[0]
+    return grads, over_ranks(parts, ranks), lax.psum(total, ranks)
 
 
 def make_eval(config: RunConfig, mesh: Mesh | None = None) -> Callable[[TrainState, Batch], tuple[jax.Array, jax.Array]]:
     """Returns the jitted `(state, batch) -> (sum of the next-token nll in nats, number of targets)`; it changes nothing."""
 
-    def on_one(params: dict, router_bias: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        tokens_BT, segments_BT = batch["tokens_BT"], batch["segments_BT"]
-        output = transformer.apply(config.model, params, router_bias, tokens_BT, segments_BT, batch["positions_BT"])
-        mask_BT = target_masks(segments_BT)[0]
-        return cross_entropy(output.hidden_BTD, params["head_WD"], tokens_BT[:, 1:], mask_BT, config.model.loss_chunk)
-
-    evaluate = on_one if mesh is None else _evaluate_on_mesh(config, mesh)
+    evaluate = functools.partial(_evaluate, config) if mesh is None else _evaluate_on_mesh(config, mesh)
     return jax.jit(lambda state, batch: evaluate(state.params, state.router_bias, batch))
+
+
+def _evaluate(config: RunConfig, params: dict, router_bias: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    tokens_BT, segments_BT = batch["tokens_BT"], batch["segments_BT"]
+    output = transformer.apply(config.model, params, router_bias, tokens_BT, segments_BT, batch["positions_BT"])
+    mask_BT = target_masks(segments_BT)[0]
+    return cross_entropy(output.hidden_BTD, params["head_WD"], tokens_BT[:, 1:], mask_BT, config.model.loss_chunk)
 
 
 def _evaluate_on_mesh(config: RunConfig, mesh: Mesh) -> Callable[[dict, dict, Batch], tuple[jax.Array, jax.Array]]:
     sizes = _sizes(config, mesh)
-    plan, pipe = zero1.plan(config, sizes), _pipeline(config, sizes)
+    plan = zero1.plan(config, sizes)
+    pipe = _pipeline(config, sizes) if cut(sizes) else None
 
     def evaluate(params: dict, router_bias: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
         weights = zero1.working(plan, zero1.local(params), config.model.dtype)
+        if pipe is None:
+            return lax.psum(_evaluate(config, natural.of_stage(plan, weights), router_bias, batch), RANKS)
         rows, counts = rows_of(config, pipe, batch, divide=False)
         return pipeline.evaluate(pipe, weights, router_bias, rows), counts.next_token
 

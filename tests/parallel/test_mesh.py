@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -62,8 +65,8 @@ def test_device_counts_that_do_not_fit_are_refused_with_those_that_do():
         (run(batch=6, n=0, pipeline=4), 4, r"pipeline \* expert \* data = 4 \* 1 \* 1 = 4; got 6; next to it are 4 and 8"),
         (run(n=6, pipeline=4), 4, "stages; got microbatches=6, mesh.pipeline=4; next to it are 4 and 8"),
         (run(n=3, pipeline=3), 3, "got n_words=64, mesh.pipeline=3; next to it are 63 and 66"),
-        (run(model={"d_dense": 20}), 2, r"\(n_shared \+ j\) \* d_expert; got d_dense=20; next to it are 16 and 24"),
-        (run(model={"d_dense": 32}), 2, "got d_dense=32; next to it are 24"),
+        (run(model={"d_dense": 20}, expert=2), 2, r"\(n_shared \+ j\) \* d_expert; got d_dense=20; next to it are 16 and 24"),
+        (run(model={"d_dense": 32}, n=2, pipeline=2), 2, "got d_dense=32; next to it are 24"),
     ],
 )
 def test_what_does_not_fit_the_mesh_is_refused_in_one_sentence(config, n_devices, said):
@@ -77,6 +80,44 @@ def test_what_does_not_fit_the_mesh_is_refused_in_one_sentence(config, n_devices
 def test_what_a_mesh_needs_is_not_asked_of_one_device():
     one = run(batch=3, n=3, model={"d_dense": 20, "n_words": 61})
     assert mesh.count(sizes(one, 1)) == 1
+    assert mesh.count(sizes(run(model={"d_dense": 20}), 8)) == 8  # nor of replicas, what only a cut model needs
+
+
+@pytest.mark.parametrize(
+    ("config", "cores", "devices"),
+    [
+        (run(batch=48), 8, 8),
+        (run(batch=48), 7, 6),
+        (run(batch=4, n=2), 7, 2),
+        (run(batch=5), 4, 1),
+        (run(batch=48, data=3), 2, 3),
+        (run(batch=48, n=2, pipeline=2, expert=2), 2, 4),
+        (run(batch=48, n=2, pipeline=2, expert=2), 9, 8),
+    ],
+)
+def test_a_run_takes_the_cores_that_its_batch_divides_over(config, cores, devices, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    took = Mock(side_effect=RuntimeError)  # jax has its devices by now
+    monkeypatch.setattr("jax.config.update", took)
+    mesh.take_cores(config)
+    took.assert_called_once_with("jax_num_cpu_devices", devices)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    mesh.take_cores(config)
+    took.assert_called_once()
+
+
+def test_a_run_from_the_command_line_takes_its_cores():
+    program = """
+import os; os.sched_getaffinity = lambda _: range(6)
+from k2jax.parallel import mesh
+from configs import tiny
+mesh.take_cores(tiny.config())
+import jax; print(jax.device_count())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert out.stdout == "4\n"  # of 16 rows
 
 
 def test_the_full_size_presets_fit_their_meshes():

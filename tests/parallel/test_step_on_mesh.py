@@ -90,3 +90,16 @@ def test_twenty_steps_equal_one_device(name, one_device):
     all_close(mine[1].params, states[1].params, LAST_PARAMS)
     all_close(mine[1].router_bias, states[1].router_bias, 1e-6)
     np.testing.assert_allclose(my_evaluated, evaluated, rtol=LATER)
+
+
+def test_a_replica_runs_the_plain_loop(run_of, make_batch):
+    """In bfloat16, with a dense layer that no experts could make up, on a mesh of one: gradients are float32 as without it."""
+    config = run_of(MeshConfig(data=1), microbatches=2, d_dense=20)
+    config = replace(config, model=replace(config.model, dtype="bfloat16"))
+    batches = [make_batch(0, config.batch, config.seq_len + 1, config.model.n_words)]
+    found, expected = run(config, MeshConfig(data=1), batches), run(config, None, batches)
+    all_close(found[0][0].opt_state, expected[0][0].opt_state, FIRST)
+    all_close(found[0][0].params, expected[0][0].params, FIRST)
+    for key in NUMBERS:
+        np.testing.assert_allclose(found[1][0][key], expected[1][0][key], rtol=FIRST, err_msg=key)
+    np.testing.assert_allclose(found[2], expected[2], rtol=FIRST)
