@@ -258,10 +258,11 @@ Action = Literal["keep", "recompute", "fp8", "offload", "fp8+offload"]
 class ActivationConfig:
     """What becomes of a layer's activations until its backward pass needs them (report 2.4.3; `k2jax.parallel.activations`).
 
-    A field set to an action overrides what the policy does with that one.
+    A field set to an action overrides what the policy does with that one. A model is cut where `mesh.pipeline` or `mesh.expert`
+    is more than 1.
     """
 
-    policy: Literal["auto", "none", "full", "k2"] = "auto"  # keep all; recompute all from the input; K2's. auto: full on a mesh
+    policy: Literal["auto", "none", "full", "k2"] = "auto"  # keep all; recompute all from the input; K2's. auto: full if cut
     input: Action | None = None  # of the layer; it cannot be recomputed
     norms: Action | None = None  # outputs of the two RMSNorms
     latents: Action | None = None  # compressed query and key-value, and the shared key before its rotation
@@ -270,8 +271,8 @@ class ActivationConfig:
     stream: Action | None = None  # between attention and feed-forward
     gates: Action | None = None  # inputs of SwiGLU, of shared experts and dense layers
     hidden: Action | None = None  # its outputs there
-    expert_rows: Action | None = None  # rows that came to the experts of a device; on a mesh alone
-    expert_gates: Action | None = None  # inputs of SwiGLU of those experts; on a mesh alone
+    expert_rows: Action | None = None  # rows that came to the experts of a device; in a cut model alone
+    expert_gates: Action | None = None  # inputs of SwiGLU of those experts; in a cut model alone
 
     def __post_init__(self):
         _require(self.input != "recompute", "a layer's input cannot be recomputed; activations.input is 'recompute'")

@@ -15,13 +15,13 @@ places: what only led to them is then dead code, which the compiler removes, whi
 | stream | the residual stream between attention and feed-forward | 7168 |
 | gates | gate and up projection of shared or dense feed-forwards: SwiGLU's inputs | 2 x 2048 |
 | hidden | SwiGLU's outputs there | 2048 |
-| expert_rows | on a mesh, the rows that came to a device's experts | 8 x 7168 |
-| expert_gates | on a mesh, gate and up projection of the experts for those rows: SwiGLU's inputs | 8 x 2 x 2048 |
+| expert_rows | in a cut model, the rows that came to a device's experts | 8 x 7168 |
+| expert_gates | in a cut model, gate and up projection of the experts for those rows: SwiGLU's inputs | 8 x 2 x 2048 |
 
 The experts chosen for each token, and their weights, are always kept: chosen again from rounded numbers they might be others,
 and with them the backward pass can send its first rows at once. What only an unbalanced routing has is sent and computed again:
-further rounds of an exchange, and pairs of (row, expert) beyond those that `layer.Shape.keep` has room for. Without a mesh the
-gradient of the routed experts is one function's (`kernels.grouped_matmul`), which keeps both, or with all else neither.
+further rounds of an exchange, and pairs of (row, expert) beyond those that `layer.Shape.keep` has room for. In the plain loop
+the gradient of the routed experts is one function's (`kernels.grouped_matmul`), which keeps both, or with all else neither.
 """
 
 from collections.abc import Callable, Mapping

@@ -29,6 +29,8 @@ AXES = ("pipeline", "expert", "data")
 RANKS = ("expert", "data")  # of a stage: they hold the same weights, experts apart; in the order in which they are counted
 BATCH = PartitionSpec(("data", "expert"))  # rows of a batch; every stage has them all
 
+ROWS = 64  # of an expert and microbatch, from which on a device a core is faster than one device: measured at 16, 64 and 128
+
 # Axis letter of a weight -> mesh axis. L is the stack axis, layers or slots, that names leave out; other letters stay whole.
 SHARD_OF = {"L": "pipeline", "W": "pipeline", "E": "expert"}
 WHOLE = {"router_DE": "E"}  # exceptions, by full name: letters that stay whole. Every rank's router scores all experts
@@ -58,10 +60,11 @@ def sizes(config: RunConfig, n_devices: int) -> MeshConfig:
 
 
 def take_cores(config: RunConfig) -> None:
-    """On a CPU, asks jax for a device a rank; where `mesh.data` is left open, for one a core, as far as the batch divides.
+    """On a CPU, asks jax for a device a rank; where `mesh.data` is left open, for one a core, as far as the batch allows.
 
-    XLA leaves cores idle in a step of small products, and ranks do not. Call it before anything asks for devices: later, and
-    where XLA_FLAGS or jax's own setting tells their number, it changes nothing.
+    XLA leaves cores idle in a step of small products, and ranks do not. But every rank has all experts' weights to read, so it
+    must have `ROWS` rows for each. Call it before anything asks for devices: later, and where XLA_FLAGS or jax's own setting
+    tells their number, it changes nothing.
     """
     told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or jax.config.jax_num_cpu_devices >= 0
     if told or jax.distributed.is_initialized():
@@ -69,9 +72,14 @@ def take_cores(config: RunConfig) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     mesh, group = config.mesh, config.mesh.pipeline * config.mesh.expert
     part = (config.microbatches or mesh.pipeline) * mesh.expert  # of the batch's rows, for each replica
-    fitting = [n for n in range(1, cores // group + 1) if config.batch % (part * n) == 0]
+    fitting = [n for n in range(1, cores // group + 1) if config.batch % (part * n) == 0 and (n == 1 or _is_busy(config, n))]
     with contextlib.suppress(RuntimeError):  # jax has its devices
         jax.config.update("jax_num_cpu_devices", group * (mesh.data or max(fitting, default=1)))
+
+
+def _is_busy(config: RunConfig, replicas: int) -> bool:
+    rows = config.batch // (config.microbatches * replicas) if config.microbatches else 1
+    return rows * config.seq_len * config.model.moe.n_active >= ROWS * config.model.moe.n_experts
 
 
 def count(mesh: MeshConfig) -> int:

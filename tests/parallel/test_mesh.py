@@ -89,6 +89,10 @@ def test_what_a_mesh_needs_is_not_asked_of_one_device():
         (run(batch=48), 8, 8),
         (run(batch=48), 7, 6),
         (run(batch=4, n=2), 7, 2),
+        (run(batch=48, model={"moe": MoEConfig(n_experts=256, n_active=2)}), 8, 3),  # 64 rows an expert
+        (run(batch=48, n=2, model={"moe": MoEConfig(n_experts=256, n_active=2)}), 8, 1),
+        (run(batch=48, n=0), 8, 8),
+        (run(batch=48, n=0, model={"moe": MoEConfig(n_experts=256, n_active=2)}), 8, 1),
         (run(batch=5), 4, 1),
         (run(batch=48, data=3), 2, 3),
         (run(batch=48, n=2, pipeline=2, expert=2), 2, 4),
@@ -100,6 +104,7 @@ def test_a_run_takes_the_cores_that_its_batch_divides_over(config, cores, device
     monkeypatch.setenv("XLA_FLAGS", "")
     took = Mock(side_effect=RuntimeError)  # jax has its devices by now
     monkeypatch.setattr("jax.config.update", took)
+    config = replace(config, seq_len=512, model=replace(config.model, context=512))
     mesh.take_cores(config)
     took.assert_called_once_with("jax_num_cpu_devices", devices)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")

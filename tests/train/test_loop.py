@@ -213,7 +213,7 @@ def wait_for_step(config, process, step):
 
 
 def test_a_run_killed_at_any_moment_ends_with_the_same_bits(small, tmp_path, programs):
-    small = replace(small, steps=80, checkpoint_every=9, eval_every=17, probe_every=13)
+    small = replace(small, steps=80, checkpoint_every=9, eval_every=17, probe_every=13, mesh=MeshConfig(data=2))
     whole, broken = replace(small, out=tmp_path / "whole"), replace(small, out=tmp_path / "broken")
     log = tmp_path / "log.txt"
     assert start(whole, tmp_path, programs, log).wait(300) == 0, log.read_text()
