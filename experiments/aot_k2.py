@@ -12,7 +12,7 @@ says what each device needs; nothing is run and no weight exists.
                                                               every policy of docs/memory.md, a JSON line each
 
 Takes two to five minutes on two cores and under 8 GB of memory, however many the devices; needs `pip install -e '.[aot]'`. For
-TPU v5p it takes longer than ten minutes and needs `.[tpu]`. Printed are the arguments, temporaries and total of a device in GB
+TPU v5p it takes about twenty minutes and needs `.[tpu]`. Printed are the arguments, temporaries and total of a device in GB
 of 1e9 bytes, the planner's estimate (`python -m k2jax.plan`), the copies between device and host in a tick, and the collectives
 of a step. Of a TPU's program only the memory is printed: it does not say how often its loops run.
 """
@@ -299,7 +299,7 @@ def main(options: Options) -> int:
         lines = table(options)
         print(json.dumps(lines)) if options.json else show_table(lines)
         return 0
-    minutes = {"h100": "two to five", "v5p": "more than ten"}[options.target]
+    minutes = {"h100": "two to five", "v5p": "about twenty"}[options.target]
     waiting = contextlib.nullcontext() if options.json else Console(stderr=True).status(f"compiling, {minutes} minutes")
     with waiting:
         one = compile_step(options)

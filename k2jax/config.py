@@ -241,7 +241,7 @@ class MeshConfig:
 
     pipeline: int = 1  # stages; layers and the vocabulary are split over them
     expert: int = 1  # ranks that share a layer's experts; rows of the batch are split over them too
-    data: int = 0  # replicas that split the batch and the optimizer state (ZeRO-1); 0 is what the devices leave
+    data: int = 0  # replicas that split batch and optimizer state (ZeRO-1); 0 is what the devices leave, on a CPU the cores
     chunks: int = 1  # virtual stages a device (interleaved 1F1B); more make the bubble smaller
     buffer: float = 1.25  # rows sent to a device at a time, as a multiple of the balanced load; more go in further rounds
     offload: bool = False  # master weights and optimizer state in host memory

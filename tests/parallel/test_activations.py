@@ -144,7 +144,7 @@ def test_what_is_recomputed_by_compiled_flops(problem):
 
 def test_k2_stores_no_norm_no_head_and_no_swiglu_output(problem):
     config = problem[0]
-    of = activations.actions(ActivationConfig(policy="k2"), on_mesh=True)
+    of = activations.actions(ActivationConfig(policy="k2"), cut=True)
     names = activations.stored_names(of)
     assert names == set(activations.NAMES) - {"norms", "heads", "hidden"} | {"attention_lse", "routing"}
     a, m = config.model.attention, config.model.moe
@@ -157,8 +157,8 @@ def test_k2_stores_no_norm_no_head_and_no_swiglu_output(problem):
 
 
 def test_fields_override_the_policy_and_auto_depends_on_the_mesh():
-    assert set(activations.actions(ActivationConfig(), on_mesh=False).values()) == {"keep"}
-    full = activations.actions(ActivationConfig(heads="fp8"), on_mesh=True)
+    assert set(activations.actions(ActivationConfig(), cut=False).values()) == {"keep"}
+    full = activations.actions(ActivationConfig(heads="fp8"), cut=True)
     assert full["heads"] == "fp8" and full["norms"] == "recompute" and full["input"] == "keep"
     with pytest.raises(ValueError, match="input cannot be recomputed"):
         ActivationConfig(input="recompute")
