@@ -100,6 +100,7 @@ class Compiled(NamedTuple):
     host_arguments_gb: float
     host_temp_gb: float
     total_gb: float  # of the device
+    peak_gb: float  # most of it in use at a time, by XLA's own account
     planner_gb: float
     lower_s: float
     compile_s: float
@@ -176,6 +177,7 @@ def compile_step(options: Options) -> Compiled:
         host_arguments_gb=found.host_argument_size_in_bytes / 1e9,
         host_temp_gb=found.host_temp_size_in_bytes / 1e9,
         total_gb=device / 1e9,
+        peak_gb=found.peak_memory_in_bytes / 1e9,
         planner_gb=planned.memory.total / 1e9,
         lower_s=middle - start,
         compile_s=end - middle,
@@ -276,6 +278,7 @@ def show(one: Compiled) -> None:
         ("arguments", f"{one.arguments_gb:.2f}"),
         ("temporaries", f"{one.temp_gb:.2f}"),
         ("total of a device", f"{one.total_gb:.2f}"),
+        ("its peak, by XLA", f"{one.peak_gb:.2f}"),
         ("planner", f"{one.planner_gb:.2f}"),
         ("on the host: arguments", f"{one.host_arguments_gb:.2f}"),
         ("on the host: temporaries", f"{one.host_temp_gb:.2f}"),
