@@ -209,12 +209,12 @@ def of_stage(plan: Plan, tree: dict) -> dict:
         if path[-1] in VOCABULARY:
             found[path] = arrays[path]
             continue
-        x = arrays[home.path] if home.stacked else arrays[home.path][None]
-        if home.path not in rows and plan.layout.stages == 1:
-            rows[home.path] = x[None]
         if home.path not in rows:  # every stage's entries, in order
+            x = arrays[home.path] if home.stacked else arrays[home.path][None]
             traded = _traded(plan, path, x.shape[1:])
-            if traded is None:
+            if plan.layout.stages == 1:
+                rows[home.path] = x[None]
+            elif traded is None:
                 rows[home.path] = lax.all_gather(x, "pipeline")
             else:
                 x = lax.all_to_all(x, "pipeline", traded + 1, 0, tiled=True)
@@ -276,8 +276,10 @@ def _entries(plan: Plan, path: Path, natural: list[tuple[Array, _Home]]) -> Arra
     rows = jnp.zeros((plan.layout.stages, entries, *x.shape[1:]), x.dtype)  # every stage's entries, in order
     for x, home in natural:
         rows = _put(rows, home, x if stacked else x[None])
-    if traded is None or plan.layout.stages == 1:
-        mine = rows[lax.axis_index("pipeline")] if plan.layout.stages > 1 else rows[0]
+    if plan.layout.stages == 1:
+        mine = rows[0]
+    elif traded is None:
+        mine = rows[lax.axis_index("pipeline")]
     else:
         mine = lax.all_to_all(rows.reshape(-1, *rows.shape[2:]), "pipeline", 0, traded + 1, tiled=True)
     return mine if stacked else mine[0]

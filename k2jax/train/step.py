@@ -313,19 +313,18 @@ def gradients(
         (total, parts), grads = value_and_grad(params)
         return grads, parts, total
 
-    if n == 1:
-        grads, parts, total = of_part(batch)
-        return grads, over_ranks(parts, ranks), lax.psum(total, ranks)
-
     def add_part(carry, part):
         grads, parts, total = of_part(part)
         return (jax.tree.map(jnp.add, carry[0], grads), combine(carry[1], parts), carry[2] + total), None
 
-    split = jax.tree.map(lambda a: a.reshape(n, -1, a.shape[-1]), batch)
-    one = jax.eval_shape(of_part, jax.tree.map(lambda a: a[0], split))
-    grads, parts, total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)
-    lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), parts.max_logit_LH)
-    grads, parts, total = lax.scan(add_part, (grads, parts._replace(max_logit_LH=lowest), total), split)[0]
+    if n == 1:
+        grads, parts, total = of_part(batch)
+    else:
+        split = jax.tree.map(lambda a: a.reshape(n, -1, a.shape[-1]), batch)
+        one = jax.eval_shape(of_part, jax.tree.map(lambda a: a[0], split))
+        grads, parts, total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)
+        lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), parts.max_logit_LH)
+        grads, parts, total = lax.scan(add_part, (grads, parts._replace(max_logit_LH=lowest), total), split)[0]
     return grads, over_ranks(parts, ranks), lax.psum(total, ranks)
 
 
