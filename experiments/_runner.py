@@ -29,6 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from k2jax.allocator import fault_in_huge_pages
 from k2jax.config import RunConfig, from_dict, to_dict
 from k2jax.scaling.flops import count_params, training_flops
 from k2jax.train import folder
@@ -351,11 +352,12 @@ def _die_with(parent: int) -> None:
 
 
 def work(job: Path, parent: int) -> None:
-    """The worker: trains one run on one core."""
+    """The worker: trains one run, on one core if the job names one."""
     _die_with(parent)
     plain = json.loads(job.read_text())
     if plain["core"] is not None:
         os.sched_setaffinity(0, {plain["core"]})
+    fault_in_huge_pages()
     from k2jax.train.loop import Diverged, train  # after pinning: XLA makes as many threads as there are cores to run on
 
     try:

@@ -24,6 +24,7 @@ class Layout(NamedTuple):
     layer_ZL: np.ndarray  # index within its stack ("dense", "moe", "mtp"); -1 at identity
     dense_ZJ: np.ndarray  # the dense layers of each stage, -1 beyond their number; J = most of any stage
     dense_slot_ZJ: np.ndarray  # their slots; 0 beyond
+    moe_slots: np.ndarray  # those with places for a router and experts
 
     @property
     def slots(self) -> int:
@@ -48,12 +49,15 @@ def in_order(index_ZL: np.ndarray, chosen_ZL: np.ndarray) -> tuple[np.ndarray, n
 
 
 def layout(model: ModelConfig, mesh: MeshConfig) -> Layout:
-    """The layout of a model over the stages and chunks of a mesh, with the fewest slots a chunk that hold all layers."""
+    """The layout of a model over the stages and chunks of a mesh, with the fewest slots a chunk that hold all layers.
+
+    Stages run one program, in which every slot has places for experts. A model that is not cut has them where it has experts.
+    """
     P, v = mesh.pipeline, mesh.chunks
     n = -(-(model.n_layers + model.n_mtp) // (P * v))
     last = P * v * n - 1
     kind_ZL, layer_ZL = np.full((P, v * n), IDENTITY), np.full((P, v * n), -1)
-    empty = Layout(P, v, n, kind_ZL, layer_ZL, np.zeros((P, 0), int), np.zeros((P, 0), int))
+    empty = Layout(P, v, n, kind_ZL, layer_ZL, np.zeros((P, 0), int), np.zeros((P, 0), int), np.arange(v * n))
     for p in range(P):
         for s in range(v * n):
             position = empty.position(p, s)
@@ -68,4 +72,5 @@ def layout(model: ModelConfig, mesh: MeshConfig) -> Layout:
     for p in range(P):
         for j, s in enumerate(np.flatnonzero(kind_ZL[p] == DENSE)):
             dense_ZJ[p, j], dense_slot_ZJ[p, j] = layer_ZL[p, s], s
-    return empty._replace(dense_ZJ=dense_ZJ, dense_slot_ZJ=dense_slot_ZJ)
+    moe_slots = empty.moe_slots if P * mesh.expert > 1 else np.flatnonzero(np.isin(kind_ZL[0], (MOE, MTP)))
+    return empty._replace(dense_ZJ=dense_ZJ, dense_slot_ZJ=dense_slot_ZJ, moe_slots=moe_slots)

@@ -78,6 +78,8 @@ def take_cores(config: RunConfig) -> None:
 
 
 def _is_busy(config: RunConfig, replicas: int) -> bool:
+    if not config.model.n_moe + config.model.n_mtp:
+        return True
     rows = config.batch // (config.microbatches * replicas) if config.microbatches else 1
     return rows * config.seq_len * config.model.moe.n_active >= ROWS * config.model.moe.n_experts
 
@@ -124,6 +126,11 @@ def _check_model(model: ModelConfig, mesh: MeshConfig) -> None:
         raise ValueError(
             f"n_words must be a multiple of the pipeline's stages, which split the vocabulary; got n_words={model.n_words}, "
             f"mesh.pipeline={mesh.pipeline}; next to it are {_multiples(model.n_words, mesh.pipeline)}"
+        )
+    if cut(mesh) and not model.n_moe + model.n_mtp:
+        raise ValueError(
+            f"a model without experts runs on replicas alone, not over a pipeline or expert ranks; got "
+            f"n_layers={model.n_layers} and n_dense={model.n_dense} with {_shape(mesh)}; mesh.data may be any number"
         )
     widths = [(m.n_shared + j) * m.d_expert for j in range(m.n_active + 1)]
     if cut(mesh) and model.n_dense and model.d_dense not in widths:

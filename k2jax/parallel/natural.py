@@ -172,7 +172,9 @@ def _home(places: Layout, path: Path) -> _Home:
         return _Home(("dense", path[2]), True, *in_order(places.dense_ZJ, places.dense_ZJ >= 0))
     if path[0] in ("dense", "moe") or path[:2] == ("mtp", "block"):
         stack = path[2 if path[0] == "mtp" else 1 :]
-        return _Home(("slots", *stack), True, *places.places(STACKS[path[0]]))
+        stage_L, slot_L = places.places(STACKS[path[0]])
+        entry_L = np.searchsorted(places.moe_slots, slot_L) if stack[0] == "ffn" else slot_L
+        return _Home(("slots", *stack), True, stage_L, entry_L)
     return _Home(path, False, np.array([last if path[0] == "mtp" else 0]), np.array([0]))
 
 

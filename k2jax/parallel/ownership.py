@@ -124,9 +124,10 @@ class Plan:
     @property
     def sections(self) -> dict[str, tuple[str, ...]]:
         """The trees of the owned state, weights ("params") and the optimizer's moments, and the sections that each has."""
+        experts = ("experts",) if self.experts.shapes else ()
         if self.expert_rule == "adamw":
-            return {tree: ("experts", "adamw") for tree in ("params", "mu", "nu")}
-        matrices = ("muon", "experts")
+            return {tree: (*experts, "adamw") for tree in ("params", "mu", "nu")}
+        matrices = ("muon", *experts)
         return {"params": (*matrices, "adamw"), "momentum": matrices, "mu": ("adamw",), "nu": ("adamw",)}
 
     @property
@@ -147,9 +148,9 @@ def plan(config: RunConfig, sizes: MeshConfig) -> Plan:
     muon = [leaf for leaf in leaves if rule[leaf.path] == "muon"]
     adamw = [leaf for leaf in leaves if rule[leaf.path] == "adamw"]
 
-    expert_rule = rule[next(iter(experts.shapes))]
+    expert_rule = "adamw" if config.optim.rule == "adamw" else "muon"
     one = nested({path: jax.ShapeDtypeStruct((1, *shape), jnp.float32) for path, shape in experts.shapes.items()})
-    cost = _cost(config.optim, one) if expert_rule == "muon" else 0
+    cost = _cost(config.optim, one) if experts.shapes and expert_rule == "muon" else 0
     load_ZR = np.tile(experts.count_ZR * float(cost), (1, sizes.expert))  # rank = expert * DP + data, as the axes are listed
     groups = _groups(config, muon)
     units, load_ZR = _assign([unit for group in groups for unit in _units(config.optim, places, group)], load_ZR)
@@ -184,9 +185,10 @@ def stage_shapes(model: ModelConfig, sizes: MeshConfig) -> dict:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), jnp.float32), tree)
 
     slots = stacked(whole["moe"], places.slots)
-    for name, x in slots["ffn"].items():
-        if axes_of(name).startswith("E"):
-            slots["ffn"][name] = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // sizes.expert, *x.shape[2:]), jnp.float32)
+    ffn, n = slots.pop("ffn"), len(places.moe_slots)
+    if n:
+        local = {name: x.shape[1] // sizes.expert if axes_of(name).startswith("E") else x.shape[1] for name, x in ffn.items()}
+        slots["ffn"] = {name: jax.ShapeDtypeStruct((n, local[name], *x.shape[2:]), jnp.float32) for name, x in ffn.items()}
     tree = {"slots": slots, "norm_D": whole["norm_D"]}
     if places.dense_ZJ.shape[1]:
         tree["dense"] = stacked(whole["dense"]["ffn"], places.dense_ZJ.shape[1])
@@ -203,13 +205,14 @@ def _leaf(path: Path, shape: tuple[int, ...], rule: str, ranks: int) -> Leaf:
 
 
 def _experts(places: Layout, sizes: MeshConfig, arrays: dict[Path, tuple[int, ...]]) -> Experts:
-    slots, local = next(iter(arrays.values()))[:2]
-    owned = -(-slots * local // sizes.data)
+    local = next(iter(arrays.values()))[1] if arrays else 0  # none in a model without experts
+    pairs = len(places.moe_slots) * local
+    owned = -(-pairs // sizes.data)
     has = np.zeros((places.stages, sizes.data * owned), bool)
-    has[:, : slots * local] = np.repeat(np.isin(places.kind_ZL, (MOE, MTP)), local, axis=1)
+    has[:, :pairs] = np.repeat(np.isin(places.kind_ZL[:, places.moe_slots], (MOE, MTP)), local, axis=1)
     has_ZRN = has.reshape(places.stages, sizes.data, owned)
     index_ZRN = np.argsort(~has_ZRN, axis=-1, kind="stable").astype(np.int32)  # those that have a layer, in order, first
-    return Experts({path: shape[2:] for path, shape in arrays.items()}, slots * local, owned, has_ZRN.sum(-1), index_ZRN)
+    return Experts({path: shape[2:] for path, shape in arrays.items()}, pairs, owned, has_ZRN.sum(-1), index_ZRN)
 
 
 def _groups(config: RunConfig, leaves: Sequence[Leaf]) -> list[tuple[Leaf, ...]]:
@@ -254,8 +257,9 @@ def _used(places: Layout, path: Path, entry: int) -> np.ndarray:
         return places.dense_ZJ[:, entry] >= 0
     if path[0] == "mtp":
         return np.arange(places.stages) == places.stages - 1
-    kind_Z = places.kind_ZL[:, entry]
-    return kind_Z != IDENTITY if path[1] == "attention" else np.isin(kind_Z, (MOE, MTP))
+    if path[1] == "ffn":
+        return np.isin(places.kind_ZL[:, places.moe_slots[entry]], (MOE, MTP))
+    return places.kind_ZL[:, entry] != IDENTITY
 
 
 def _assign(units: Sequence[Unit], load_ZR: np.ndarray) -> tuple[list[Unit], np.ndarray]:

@@ -112,7 +112,7 @@ def working(plan: Plan, owned: dict, dtype: str) -> dict:
         # From the host one expert at a time: the float32 weights have no room on the device.
         x = lax.map(lambda one: _device(plan, one).astype(dtype), x) if plan.sizes.offload else x.astype(dtype)
         x = lax.all_gather(x, "data", tiled=True) if plan.sizes.data > 1 else x
-        found[path] = x[: plan.experts.pairs].reshape(plan.layout.slots, -1, *shape)
+        found[path] = x[: plan.experts.pairs].reshape(len(plan.layout.moe_slots), -1, *shape)
     return nested(found)
 
 

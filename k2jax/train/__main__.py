@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from k2jax import command
+from k2jax.allocator import fault_in_huge_pages, keep_freed_memory
 from k2jax.command import UsageError
 from k2jax.config import HostsConfig, RunConfig
 
@@ -35,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = parse(sys.argv[1:] if arguments is None else arguments)
     except (UsageError, ValueError) as error:
         return _say(2, error)
-
-    from k2jax.allocator import keep_freed_memory
 
     keep_freed_memory()  # before jax allocates
     from k2jax.train import hosts
@@ -62,4 +61,5 @@ def _say(code: int, error: Exception) -> int:
 
 
 if __name__ == "__main__":
+    fault_in_huge_pages()
     sys.exit(main())

@@ -25,7 +25,8 @@ def tree_map(f, *trees):
 def cut(params, lay, expert):
     """[P, EP] stage trees as one tree of arrays with the leading axes [P, EP]."""
     params = tree_map(np.asarray, params)
-    pattern = tree_map(lambda w: w[0] * 0, params["moe"] if "moe" in params else params["mtp"]["block"])
+    first = params.get("moe") or (params["mtp"]["block"] if "mtp" in params else params["dense"])
+    pattern = tree_map(lambda w: w[0] * 0, first)
     rows = []
     for p in range(lay.stages):
         layers = []
@@ -37,7 +38,11 @@ def cut(params, lay, expert):
             if kind == DENSE:
                 layer = layer | {"ffn": pattern["ffn"]}
             layers.append(layer)
+        routed = [layers[s]["ffn"] for s in lay.moe_slots]
+        layers = [{k: w for k, w in layer.items() if k != "ffn"} for layer in layers]
         tree = {"slots": tree_map(lambda *w: np.stack(w), *layers), "norm_D": params["norm_D"]}
+        if routed:
+            tree["slots"]["ffn"] = tree_map(lambda *w: np.stack(w), *routed)
         if lay.dense_ZJ.shape[1]:
             ffn = params["dense"]["ffn"]
             held = [tree_map(lambda w, i=i: w[max(i, 0)] * (i >= 0), ffn) for i in lay.dense_ZJ[p]]
@@ -48,10 +53,11 @@ def cut(params, lay, expert):
             tree[name] = np.split(params[name], lay.stages)[p]
         ranks = []
         for e in range(expert):
-            ffn = dict(tree["slots"]["ffn"])
-            for name in ("gate_EDF", "up_EDF", "down_EFD"):
-                ffn[name] = np.split(ffn[name], expert, axis=1)[e]
-            ranks.append(tree | {"slots": tree["slots"] | {"ffn": ffn}})
+            slots = dict(tree["slots"])
+            if routed:
+                experts = ("gate_EDF", "up_EDF", "down_EFD")
+                slots["ffn"] = slots["ffn"] | {name: np.split(slots["ffn"][name], expert, axis=1)[e] for name in experts}
+            ranks.append(tree | {"slots": slots})
         rows.append(tree_map(lambda *w: np.stack(w), *ranks))
     return tree_map(lambda *w: np.stack(w), *rows)
 

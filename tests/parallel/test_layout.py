@@ -45,3 +45,13 @@ def test_several_dense_layers_on_a_stage_are_told_apart():
         held = [(int(j), int(s)) for j, s in zip(lay.dense_ZJ[stage], lay.dense_slot_ZJ[stage], strict=True) if j >= 0]
         expected = [(int(lay.layer_ZL[stage, s]), s) for s in range(4) if lay.kind_ZL[stage, s] == DENSE]
         assert held == expected
+
+
+def test_places_for_experts_are_where_they_can_be_used():
+    """On stages, which run one program, in every slot; where the model is whole, in layers with experts."""
+    model = replace(K2, n_layers=8, n_dense=5, n_mtp=1)
+    for sizes in (MeshConfig(pipeline=2, chunks=2), MeshConfig(expert=2)):
+        lay = layout(model, sizes)
+        assert lay.moe_slots.tolist() == list(range(lay.slots))
+    assert layout(model, MeshConfig(data=2)).moe_slots.tolist() == [5, 6, 7, 8]
+    assert layout(replace(model, n_dense=8, n_mtp=0), MeshConfig()).moe_slots.tolist() == []

@@ -18,6 +18,8 @@ from k2jax.parallel.mesh import AXES, BATCH, SHARD_OF, WHOLE, local_rows, make, 
 
 K2 = replace(k2.config(), microbatches=0, mesh=MeshConfig(pipeline=16, expert=16, chunks=4))
 
+DENSE = {"n_dense": 3}  # all of its layers
+
 
 def run(batch=48, n=1, *, model=None, **axes):
     moe = MoEConfig(n_experts=6, n_active=2, n_shared=1, d_expert=8)
@@ -67,6 +69,7 @@ def test_device_counts_that_do_not_fit_are_refused_with_those_that_do():
         (run(n=3, pipeline=3), 3, "got n_words=64, mesh.pipeline=3; next to it are 63 and 66"),
         (run(model={"d_dense": 20}, expert=2), 2, r"\(n_shared \+ j\) \* d_expert; got d_dense=20; next to it are 16 and 24"),
         (run(model={"d_dense": 32}, n=2, pipeline=2), 2, "got d_dense=32; next to it are 24"),
+        (run(model=DENSE, expert=2), 2, "without experts .* n_layers=3 and n_dense=3 .* expert 2"),
     ],
 )
 def test_what_does_not_fit_the_mesh_is_refused_in_one_sentence(config, n_devices, said):
@@ -93,6 +96,7 @@ def test_what_a_mesh_needs_is_not_asked_of_one_device():
         (run(batch=48, n=2, model={"moe": MoEConfig(n_experts=256, n_active=2)}), 8, 1),
         (run(batch=48, n=0), 8, 8),
         (run(batch=48, n=0, model={"moe": MoEConfig(n_experts=256, n_active=2)}), 8, 1),
+        (run(batch=48, n=0, model=DENSE | {"moe": MoEConfig(n_experts=256, n_active=2)}), 8, 8),
         (run(batch=5), 4, 1),
         (run(batch=48, data=3), 2, 3),
         (run(batch=48, n=2, pipeline=2, expert=2), 2, 4),

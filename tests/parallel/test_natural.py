@@ -21,6 +21,12 @@ CASES = {
         "muonclip",
         {"n_layers": 4, "n_words": 66, "microbatches": 3},
     ),
+    "replicas, dense layers without places for experts": (
+        MeshConfig(data=2),
+        "muonclip",
+        {"n_layers": 5, "n_dense": 2},
+    ),
+    "no experts at all": (MeshConfig(data=2), "muonclip", {"n_layers": 2, "n_dense": 2, "n_mtp": 0}),
     "a place over, adamw": (MeshConfig(data=3), "adamw", {"n_layers": 1, "n_dense": 0, "n_mtp": 0}),
 }
 
