@@ -144,7 +144,6 @@ class _Session:
     batches: Batches
     heldout: dict[str, list[dict]]
     step: jax.stages.Compiled
-    lowered_evaluate: jax.stages.Lowered
     log: metrics.Log
     saved: Checkpoints
     display: Display
@@ -153,8 +152,9 @@ class _Session:
 
     @functools.cached_property
     def evaluate(self) -> jax.stages.Compiled:
-        """The evaluation, compiled when it is first asked for: the first steps need not wait for it."""
-        return self.lowered_evaluate.compile(compiler_options())
+        """The evaluation, traced and compiled when it is first asked for: the first steps need not wait for it."""
+        state, batch, _ = _inputs(self.config, self.grid)
+        return make_eval(self.config, self.grid).lower(state, batch).compile(compiler_options())
 
     @property
     def spread(self) -> dict[str, int]:
@@ -181,16 +181,14 @@ def _set_up(
     if hosts.leads():
         corpus.tokenizer.save(config.out)
     clock.lap("data")
-    step, lowered_evaluate = _compile(config, grid)
+    step = _compile(config, grid)
     clock.lap("compile")
 
     first = saved.latest or 0
     restored = saved.restore(config) if first else None
     state = restored.state if restored else init_state(config, grid)
     log = metrics.Log(config.out, first) if hosts.leads() else metrics.NoLog()
-    session = _Session(
-        config, sizes, grid, rows, corpus, state, batches, heldout, step, lowered_evaluate, log, saved, display, clock, first
-    )
+    session = _Session(config, sizes, grid, rows, corpus, state, batches, heldout, step, log, saved, display, clock, first)
     if restored:
         with _refusing():
             batches.set_state(restored.position)
@@ -232,15 +230,17 @@ def _refusing() -> Iterator[None]:
         raise Refused(str(error)) from error
 
 
-def _compile(config: RunConfig, grid: Mesh | None) -> tuple[jax.stages.Compiled, jax.stages.Lowered]:
-    """The step, compiled, and the evaluation, lowered."""
-    state = abstract_state(config, grid)
+def _compile(config: RunConfig, grid: Mesh | None) -> jax.stages.Compiled:
+    """The step."""
+    return make_step(config, grid).lower(*_inputs(config, grid)).compile(compiler_options())
+
+
+def _inputs(config: RunConfig, grid: Mesh | None) -> tuple[TrainState, dict, jax.ShapeDtypeStruct]:
+    """What the step takes: shapes, dtypes, and on a mesh shardings."""
     split, everywhere = (NamedSharding(grid, spec) if grid else None for spec in (mesh.BATCH, PartitionSpec()))
     ids = jax.ShapeDtypeStruct((config.batch, config.seq_len + 1), np.int32, sharding=split)
     batch = {"tokens_BT": ids, "segments_BT": ids, "positions_BT": ids}
-    total_tokens = jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
-    step = make_step(config, grid).lower(state, batch, total_tokens).compile(compiler_options())
-    return step, make_eval(config, grid).lower(state, batch)
+    return abstract_state(config, grid), batch, jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
 
 
 def compiler_options() -> dict[str, int]:
