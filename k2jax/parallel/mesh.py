@@ -222,15 +222,18 @@ def table(config: RunConfig, mesh: MeshConfig) -> list[Row]:
 
     All stages run one program, so a slot takes the room of a layer with experts whatever it holds, and the last row is what
     layers leave of their slots: with it the sums are those of every device. A dense layer's feed-forward lies in the expert
-    places of its slot; its matrices, and MTP's own leaves, have room in the optimizer state of every stage.
+    places of its slot; its matrices, and MTP's own leaves, have room in the optimizer state of every stage. Where the model is
+    not cut, dense layers have no places for experts, and all three lie beside the slots.
     """
     places = layout(config.model, mesh)
     rows = _leaves(config, mesh, config.model)
-    full = replace(config.model, n_layers=places.slots * mesh.pipeline, n_dense=0, n_mtp=0)
-    slots = _sum(r for r in _leaves(config, mesh, full) if r.path.startswith("moe/"))
+    without = places.slots - len(places.moe_slots)
+    full = replace(config.model, n_layers=places.slots * mesh.pipeline, n_dense=without, n_mtp=0)
+    slots = _sum(r for r in _leaves(config, mesh, full) if r.path.startswith(("moe/", "dense/")) and "dense/ffn/" not in r.path)
     held = _sum(r for r in rows if r.path.startswith(("dense/", "moe/", "mtp/block/")))
     dense = _sum(r for r in rows if r.path.startswith("dense/ffn/"))
-    left = slots[0] - held[0], slots[1] - held[1], slots[2] - (held[2] - dense[2])
+    beside = (0, 0, dense[2]) if cut(mesh) else dense
+    left = [of_slots - (of_layers - apart) for of_slots, of_layers, apart in zip(slots, held, beside, strict=True)]
     return [*rows, Row("empty places of slots", (), (), *left)]
 
 

@@ -1,3 +1,4 @@
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from configs import deepseek_v3, k2, tiny
 from k2jax.axes import LEGEND
 from k2jax.config import DataConfig, MeshConfig, ModelConfig, MoEConfig, RunConfig
 from k2jax.model import transformer
+from k2jax.optim.muonclip import rule_of
 from k2jax.parallel import mesh, ownership
 from k2jax.parallel.mesh import AXES, BATCH, SHARD_OF, WHOLE, local_rows, make, microbatches, place, render, sizes, spec, table
 
@@ -199,3 +201,15 @@ def test_the_table_adds_up_to_the_arrays_of_a_stage(n_mtp, axes):
     stage = ownership.stage_shapes(config.model, over)
     stage.pop("dense")  # placed in slots
     assert mesh._sum(table(config, over))[1] == pytest.approx(4 * sum(x.size for x in jax.tree.leaves(stage)), abs=100)
+
+
+@pytest.mark.parametrize("model", [{"n_dense": 1, "n_mtp": 1}, DENSE, {"n_dense": 0}])
+@pytest.mark.parametrize("chunks", [1, 3])  # 3 leave slots empty
+def test_the_table_of_a_replica_adds_up_too(model, chunks):
+    config = run(data=2, chunks=chunks, model=model)
+    rows, plan = table(config, sizes(config, 2)), ownership.plan(config, sizes(config, 2))
+    gradient, state = mesh._sum(rows)[1:]
+    assert gradient == 4 * sum(math.prod(shape) for shape in plan.stage.values())
+    assert (chunks == 1) <= (rows[-1][3:] == (0, 0, 0))
+    copies = {path: 2 if rule_of(config.optim, path) == "muon" else 3 for path in plan.stage}  # master and moments
+    assert state == pytest.approx(sum(copies[path] * 4 * math.prod(shape) / 2 for path, shape in plan.stage.items()), rel=1e-6)
