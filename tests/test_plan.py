@@ -126,7 +126,8 @@ def test_search_finds_what_trying_every_mesh_finds(devices, layers, n_mtp, share
     small = {"n_layers": layers, "n_words": 2048, "d_model": 256, "d_dense": 512}
     moe = replace(base.model.moe, n_experts=32, d_expert=64)
     run = replace(base, batch=16, seq_len=512, model=replace(base.model, moe=moe, **small))
-    one_each = replace(run, mesh=MeshConfig(pipeline=1, expert=devices))
+    ranks = devices if run.model.n_moe + n_mtp else 1  # without experts there are replicas alone
+    one_each = replace(run, mesh=MeshConfig(pipeline=1, expert=ranks))
     machine = replace(MACHINE, memory=share * plan.plan(one_each, devices, MACHINE).memory.total / 1e9)
     powers, found = [2**i for i in range(devices.bit_length())], {}
     for offload, P, EP, v in itertools.product((False, True), powers, powers, (1, 2, 4)):
