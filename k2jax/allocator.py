@@ -5,7 +5,7 @@ import os
 import sys
 
 _MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8  # parameters of glibc's mallopt(3)
-_SETTING = "glibc.malloc.hugetlb"
+_HUGE_PAGES = "glibc.malloc.hugetlb"
 
 
 def keep_freed_memory() -> bool:
@@ -33,9 +33,9 @@ def fault_in_huge_pages() -> None:
     faults. glibc reads the setting when a process starts, and at no other time. On one core there is one heap, without an end.
     """
     told = os.environ.get("GLIBC_TUNABLES", "")
-    if not _is_glibc() or _cores() == 1 or _SETTING in told:
+    if not _is_glibc() or _cores() == 1 or _HUGE_PAGES in told:
         return
-    tunables = ":".join(filter(None, (told, f"{_SETTING}=1")))
+    tunables = ":".join(filter(None, (told, f"{_HUGE_PAGES}=1")))
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"GLIBC_TUNABLES": tunables})
 
 

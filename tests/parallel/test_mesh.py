@@ -210,6 +210,7 @@ def test_the_table_of_a_replica_adds_up_too(model, chunks):
     rows, plan = table(config, sizes(config, 2)), ownership.plan(config, sizes(config, 2))
     gradient, state = mesh._sum(rows)[1:]
     assert gradient == 4 * sum(math.prod(shape) for shape in plan.stage.values())
-    assert (chunks == 1) <= (rows[-1][3:] == (0, 0, 0))
+    if chunks == 1:
+        assert rows[-1][3:] == (0, 0, 0)
     copies = {path: 2 if rule_of(config.optim, path) == "muon" else 3 for path in plan.stage}  # master and moments
     assert state == pytest.approx(sum(copies[path] * 4 * math.prod(shape) / 2 for path, shape in plan.stage.items()), rel=1e-6)
