@@ -233,24 +233,27 @@ def _check(table: Table) -> None:
 def map_chunks(f: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Applies `f` to arrays [b, ...] that share the axis b: in cache-sized chunks on a CPU, whole elsewhere.
 
-    `f` must treat the entries of b independently and return arrays with the same leading axis.
+    `f` must treat the entries of b independently, take zeros, and return arrays with the same leading axis.
     """
     count, row_bytes = arrays[0].shape[0], 4 * math.prod(arrays[0].shape[1:])
-    chunk = CHUNK_BYTES // row_bytes
-    if chunk < 2 or count <= chunk:  # XLA runs a loop on one core, and without one products of several leaves at once
+    most = CHUNK_BYTES // row_bytes
+    if most < 2 or count <= most:  # XLA runs a loop on one core, and without one products of several leaves at once
         return f(*arrays)
     return lax.platform_dependent(
         *arrays,
-        cpu=lambda *arrays: _map_chunks(f, arrays, count, chunk),
+        cpu=lambda *arrays: _map_chunks(f, arrays, -(-count // most)),
         default=f,
     )
 
 
-def _map_chunks(f, arrays, count: int, chunk: int):
-    whole = count // chunk
-    out = lax.map(lambda a: f(*a), tuple(a[: whole * chunk].reshape(whole, chunk, *a.shape[1:]) for a in arrays))
-    out = tuple(o.reshape(whole * chunk, *o.shape[2:]) for o in out)
-    if count % chunk:
-        rest = f(*(a[whole * chunk :] for a in arrays))
-        out = tuple(jnp.concatenate(pair) for pair in zip(out, rest, strict=True))
-    return out
+def _map_chunks(f, arrays, turns: int):
+    """In so many equal chunks, the last filled up with zeros: what would be left over needed a second copy of f's program."""
+    count = arrays[0].shape[0]
+    chunk = -(-count // turns)
+
+    def cut(a):
+        a = jnp.pad(a, ((0, turns * chunk - count), *((0, 0),) * (a.ndim - 1)))
+        return a.reshape(turns, chunk, *a.shape[1:])
+
+    out = lax.map(lambda a: f(*a), tuple(map(cut, arrays)))
+    return tuple(o.reshape(turns * chunk, *o.shape[2:])[:count] for o in out)

@@ -42,7 +42,7 @@ def draw(shapes: dict, std: float, seed: int) -> dict:
     def leaf(path, w):
         name = path[-1].key
         if "norm" in name:
-            return jnp.ones(w.shape)
+            return jax.device_put(np.ones(w.shape, np.float32))
         letters = len(name.rsplit("_", 1)[-1])
         key = zlib.crc32("/".join(p.key for p in path).encode())
         layers = w.shape[: len(w.shape) - letters]
@@ -50,7 +50,7 @@ def draw(shapes: dict, std: float, seed: int) -> dict:
         for index in np.ndindex(*layers):
             normal = np.random.default_rng((seed, key, *index)).standard_normal(w.shape[len(layers) :], dtype=np.float32)
             values[index] = std * normal
-        return jnp.asarray(values)
+        return jax.device_put(values)  # jnp.asarray would compile a program for each shape
 
     return jax.tree.map_with_path(leaf, shapes)
 

@@ -7,6 +7,7 @@ batch; the last two letters are a matrix; a head letter, H or G, belongs to the 
 `split` chooses between our stored parts, the released fused matrices, and one matrix a head.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ Path = tuple[str, ...]  # keys from the root of a tree of dicts to a leaf
 # The released matrices and the leaves they hold side by side, along the last axis and so within each head.
 FUSED = (("q_nope_QHN", "q_rope_QHR"), ("kv_down_DC", "k_rope_DR"), ("k_nope_CHN", "v_CHV"))
 HEADS = "HG"
+BATCH_BYTES = 2**20  # of a block, up to which it is put into one batch with others of its shape
 
 
 class Block(NamedTuple):
@@ -61,14 +63,26 @@ def scale_by_muon(config: OptimConfig, d_model: int) -> optax.GradientTransforma
         del params
         grads, momentum = by_path(updates), by_path(state.momentum)
         directions, moved = {}, {}
-        # Blocks of one shape are not put into one batch: measured, the copies cost what the fewer calls save.
-        for block in blocks_of(updates, config.split):
-            out_bnm, moved_bnm = _step(config, d_model, _matrices(block, grads), _matrices(block, momentum))
-            directions |= _leaves(block, out_bnm)
-            moved |= _leaves(block, moved_bnm)
+        for blocks in _batches(blocks_of(updates, config.split)):
+            edges = [0, *itertools.accumulate(block.count for block in blocks)]
+            arrays = (jnp.concatenate([_matrices(block, tree) for block in blocks]) for tree in (grads, momentum))
+            out_bnm, moved_bnm = _step(config, d_model, *arrays)
+            for block, (first, end) in zip(blocks, itertools.pairwise(edges), strict=True):
+                directions |= _leaves(block, out_bnm[first:end])
+                moved |= _leaves(block, moved_bnm[first:end])
         return _like(updates, directions), MuonState(_like(updates, moved))
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _batches(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Small blocks of one shape together, the others alone: a program of fewer operations is traced and compiled sooner, and
+    for small matrices the copies cost no more than the calls they save."""
+    found: dict = {}
+    for place, block in enumerate(blocks):
+        small = 4 * block.count * block.n * block.m <= BATCH_BYTES
+        found.setdefault((block.n, block.m) if small else place, []).append(block)
+    return list(found.values())
 
 
 def _step(

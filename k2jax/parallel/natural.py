@@ -68,16 +68,39 @@ def from_natural(plan: Plan, mesh: Mesh) -> Callable[[dict, optax.OptState], tup
     """Returns the inverse of `to_natural`."""
 
     def convert(params: dict, opt_state: optax.OptState) -> tuple[dict, dict]:
-        values, trees = _read(params, opt_state), {}
-        for piece in _pieces(plan):
+        trees = _owned(plan, mesh, _read(params, opt_state))
+        return trees.pop("params"), trees
+
+    return convert
+
+
+def from_first(plan: Plan, mesh: Mesh) -> Callable[[dict], tuple[dict, dict]]:
+    """Returns `params -> (owned params, owned opt_state)` before the first step: the optimizer's state is zero."""
+
+    def convert(params: dict) -> tuple[dict, dict]:
+        opt_state = jax.tree.map(_zeros, zero1.abstract_owned(plan)[1], zero1.shardings(plan, mesh)[1])
+        return _owned(plan, mesh, {"params": by_path(params), "count": opt_state["count"]})["params"], opt_state
+
+    return convert
+
+
+def _owned(plan: Plan, mesh: Mesh, values: dict[str, Any]) -> dict[str, Any]:
+    """The owned trees of those among {"params" or moment: {path: value}}, and the count."""
+    trees: dict[str, Any] = {}
+    for piece in _pieces(plan):
+        if piece.tree in values:
             natural = nested({path: values[piece.tree][path] for path in piece.paths})
-            owned, count = _program_from(plan, mesh, piece.sections, piece.paths)(natural, values["count"])
+            owned, trees["count"] = _program_from(plan, mesh, piece.sections, piece.paths)(natural, values["count"])
             tree = trees.setdefault(piece.tree, {})
             for section, x in owned.items():
                 tree[section] = tree.get(section, {}) | x if section == "experts" else x
-        return trees.pop("params"), trees | {"count": count}
+    return trees
 
-    return convert
+
+def _zeros(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
+    """An array of which every process makes its own part alone."""
+    part = sharding.shard_shape(x.shape)
+    return jax.make_array_from_callback(x.shape, sharding, lambda _: np.zeros(part, x.dtype))
 
 
 def _pieces(plan: Plan) -> list[_Piece]:

@@ -263,10 +263,13 @@ def _used(places: Layout, path: Path, entry: int) -> np.ndarray:
 
 
 def _assign(units: Sequence[Unit], load_ZR: np.ndarray) -> tuple[list[Unit], np.ndarray]:
-    """Owners and columns of units, and the loads with them: the costliest first, each where its stages end up least busy."""
+    """Owners and columns of units, and the loads with them: the costliest first, each where its stages end up least busy.
+
+    Among equally costly ones those of a kind follow each other, and so mostly lie side by side.
+    """
     load_ZR, filled_R = load_ZR.copy(), np.zeros(load_ZR.shape[1], int)
     assigned = []
-    for unit in sorted(units, key=lambda unit: -unit.cost):
+    for unit in sorted(units, key=lambda unit: (-unit.cost, axes_of(unit.leaves[0].path[-1]))):
         then_ZR = load_ZR + unit.used_Z[:, None] * unit.cost
         # The step waits for the busiest stage; what decides beyond that are the unit's own stages, and then memory.
         busy_R = np.lexsort((filled_R, then_ZR[unit.used_Z].max(0, initial=0), then_ZR.max(0)))

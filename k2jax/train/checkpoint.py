@@ -17,6 +17,7 @@ from k2jax.train.folder import DiskFull, Refused, differing, is_full
 from k2jax.train.step import TrainState, abstract_natural, abstract_state, from_natural, to_natural
 
 KEEP = 2  # the one before the last outlives a fault while the last is written
+SHARED = 2**22  # bytes a replica, from which the replicas of an array share its writing: each cut is a program to compile
 
 
 class Restored(NamedTuple):
@@ -44,6 +45,8 @@ class Checkpoints:
     def __init__(self, folder: Path, mesh: Mesh | None = None):
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every file it writes
         self._folder, self._mesh = folder.resolve(), mesh
+        arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED)
+        ocp.type_handlers.register_type_handler(jax.Array, arrays, override=True)
         options = ocp.CheckpointManagerOptions(max_to_keep=KEEP, create=True, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 

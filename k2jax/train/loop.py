@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -181,12 +182,14 @@ def _set_up(
     if hosts.leads():
         corpus.tokenizer.save(config.out)
     clock.lap("data")
-    step = _compile(config, grid)
-    clock.lap("compile")
-
     first = saved.latest or 0
-    restored = saved.restore(config) if first else None
-    state = restored.state if restored else init_state(config, grid)
+    with ThreadPoolExecutor(1) as beside:  # the first state takes seconds too, most of them to compile small programs
+        compiled = beside.submit(_compile, config, grid)
+        restored = saved.restore(config) if first else None
+        state = restored.state if restored else init_state(config, grid)
+        clock.lap("start")
+        step = compiled.result()
+    clock.lap("compile")
     log = metrics.Log(config.out, first) if hosts.leads() else metrics.NoLog()
     session = _Session(config, sizes, grid, rows, corpus, state, batches, heldout, step, log, saved, display, clock, first)
     if restored:

@@ -52,10 +52,11 @@ def init_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
         return jax.jit(lambda p, b: _fresh(config, p, b))(params, router_bias)
     sharding = natural_sharding(config, mesh)
     params, router_bias = _first_weights(config, (sharding.params, sharding.router_bias))
-    none = {"params": {}, "router_bias": {}}
+    none = {"params": {}, "router_bias": {}, "opt_state": ()}
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract_natural(config, mesh)._replace(**none))
     state = jax.tree.map(_put, zeros, sharding._replace(**none))
-    return from_natural(config, mesh, state._replace(params=params, router_bias=router_bias))
+    params, opt_state = natural.from_first(zero1.plan(config, _sizes(config, mesh)), mesh)(params)
+    return state._replace(params=params, opt_state=opt_state, router_bias=router_bias)
 
 
 def _first_weights(config: RunConfig, shardings: tuple[dict, dict] | None = None) -> tuple[dict, dict]:
