@@ -34,7 +34,11 @@ def inputs(T, H, G, packed, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("T", "block", "H", "G", "packed"), [(13, 4, 4, 2, True), (16, 4, 2, 2, False), (16, 64, 4, 4, True), (7, 7, 2, 1, False)]
+    ("T", "block", "H", "G", "packed"),
+    [
+        *((13, 4, 4, 2, True), (16, 4, 2, 2, False), (20, 3, 4, 4, True)),  # loops over blocks
+        *((13, 7, 4, 2, True), (16, 64, 4, 4, True), (7, 7, 2, 1, False)),  # one or two, written out
+    ],
 )
 def test_equals_dense_attention(T, block, H, G, packed):
     q, k, v, segments = inputs(T, H, G, packed)
@@ -51,7 +55,7 @@ def test_equals_dense_attention(T, block, H, G, packed):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6), grads, expected)
 
 
-@pytest.mark.parametrize(("T", "block", "H", "G"), [(13, 4, 4, 2), (9, 64, 2, 2)])
+@pytest.mark.parametrize(("T", "block", "H", "G"), [(13, 4, 4, 2), (9, 64, 2, 2), (13, 7, 4, 2)])
 def test_soft_cap_equals_dense_attention_with_tanh(T, block, H, G):
     q, k, v, segments = inputs(T, H, G, packed=True)
 
