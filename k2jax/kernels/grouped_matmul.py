@@ -147,8 +147,16 @@ def _loop_forward(x_XD, weight_P, blocks, gate_EDF, up_EDF, down_EFD):
         y = _dot(swiglu(gate, up, weight, x.dtype), down_EFD[e_M], (1, 0))
         return tuple(_put_rows(a, new, i) for a, new in zip(out, (y, gate, up), strict=True))
 
-    hidden = jnp.zeros((x_PD.shape[0], gate_EDF.shape[-1]), x_PD.dtype)
-    return lax.fori_loop(0, _turns(blocks), body, (jnp.zeros_like(x_PD), hidden, hidden))
+    hidden = x_PD.shape[0], gate_EDF.shape[-1]
+    start = (_zeros(blocks, i, shape, x_PD.dtype) for i, shape in enumerate((x_PD.shape, hidden, hidden)))
+    return lax.fori_loop(0, _turns(blocks), body, tuple(start))
+
+
+def _zeros(blocks, i, shape, dtype):
+    """Zeros of which XLA does not know that they are: all that it knows of one shape share a buffer, which a CPU copies for
+    every loop that writes into it. `i` tells apart those of one call."""
+    zero = (jnp.minimum(blocks.count, 0), jnp.maximum(-blocks.count, 0), blocks.first_E[0], -blocks.first_E[0])[i]
+    return jnp.broadcast_to(zero.astype(dtype), shape)
 
 
 def _turns(blocks):
@@ -181,8 +189,8 @@ def _loop_backward(x_XD, weight_P, blocks, gate_EDF, up_EDF, down_EFD, gate_PF, 
             ddown_EFD.at[e_M].add(_dot(hidden, dy, (0, 0))),
         )
 
-    zeros = [jnp.zeros(w.shape, jnp.float32) for w in (gate_EDF, up_EDF, down_EFD)]
-    start = (jnp.zeros_like(x_PD), jnp.zeros(weight_P.shape, jnp.float32), *zeros)
+    zeros = [_zeros(blocks, i, w.shape, jnp.float32) for i, w in enumerate((gate_EDF, up_EDF, down_EFD))]
+    start = (_zeros(blocks, 3, x_PD.shape, x_PD.dtype), _zeros(blocks, 3, weight_P.shape, jnp.float32), *zeros)
     dx_PD, dweight_P, *dw = lax.fori_loop(0, _turns(blocks), body, start)
     dmatrices = [g.astype(w.dtype) for g, w in zip(dw, (gate_EDF, up_EDF, down_EFD), strict=True)]
     return dx_PD, dweight_P, *dmatrices
