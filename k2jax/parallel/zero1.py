@@ -280,12 +280,14 @@ def _update_at_once(plan: Plan, step: _Step, params: dict, moments: dict, gradie
     stage, rank, replica = lax.axis_index("pipeline"), lax.axis_index(RANKS), lax.axis_index("data")
     kinds, chosen, logits, rule = [], {}, {}, plan.expert_rule
     for kind in plan.kinds if "muon" in params else ():
+        if not kind.count_ZR.any():
+            continue
         slot_N, count = (_of_rank(table, stage, rank) for table in (kind.slot_ZRN, kind.count_ZR))
         # Columns are known beforehand if no rank has fewer units: what fills up lies where another rank has something else.
         even = (kind.count_ZR == kind.first_ZRN.shape[-1]).all()
         first_N = _of_rank(kind.first_ZRN, stage, rank) if even else jnp.asarray(kind.first_ZRN)[stage, rank]
         chosen_N = step.finite & (jnp.arange(len(first_N)) < count)
-        kinds += [(kind, first_N, chosen_N)] if len(first_N) else []
+        kinds.append((kind, first_N, chosen_N))
         chosen |= {leaf.path: chosen_N for leaf in kind.leaves}
         if kind.clipped:
             logits["slots"], rule = max_logit_LH[slot_N], "muonclip"

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from k2jax.config import OptimConfig
+from k2jax.kernels import newton_schulz
 from k2jax.kernels.newton_schulz import coefficients
+from k2jax.optim import muon
 from k2jax.optim.muon import blocks_of, scale_by_muon
 
 
@@ -193,6 +195,23 @@ def test_gqa_heads_are_joint_or_apart(normal):
     tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in tree.items()}
     assert [(b.count, b.n, b.m) for b in blocks_of(tree, "split")] == [(1, 8, 12), (1, 20, 8), (1, 8, 24), (1, 8, 10)]
     assert [(b.count, b.n, b.m) for b in blocks_of(tree, "per_head")] == [(2, 8, 6), (4, 5, 8), (4, 8, 6), (2, 8, 5)]
+
+
+def test_leaves_of_one_shape_together_equal_each_alone(monkeypatch):
+    """Matrices of one shape in stacks of different length, one alone, and one that lies the other way."""
+    shapes = {"gate_EDF": (2, 5, 8, 20), "up_EDF": (2, 5, 8, 20), "q_down_DQ": (3, 8, 20), "k_rope_DR": (8, 20)}
+    shapes |= {"down_EFD": (2, 5, 20, 8), "kv_down_DC": (8, 9)}
+    rng = np.random.default_rng(0)
+    grads = [{name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()} for _ in range(2)]
+    alone = {name: run(float32(), [{name: g[name]} for g in grads])[name] for name in shapes}
+    assert sorted(len(batch) for batch in muon._batches(blocks_of(grads[0], "split"))) == [1, 1, 4]
+    for chunk in (newton_schulz.CHUNK_BYTES, 4 * 4 * 8 * 20):  # all at once, and four at a time
+        monkeypatch.setattr(newton_schulz, "CHUNK_BYTES", chunk)
+        together = run(float32(), grads)
+        for name in shapes:
+            assert relative(together[name], np.asarray(alone[name])) < 1e-6
+    monkeypatch.setattr(muon, "BATCH_BYTES", 0)
+    assert [len(batch) for batch in muon._batches(blocks_of(grads[0], "split"))] == [1] * 6
 
 
 def test_momentum_is_float32_whatever_the_gradient():

@@ -11,7 +11,7 @@ from k2jax.optim.muon import by_path
 from k2jax.optim.muonclip import muonclip
 from k2jax.parallel import mesh as meshes
 from k2jax.parallel import zero1
-from k2jax.parallel.natural import from_natural, natural_sharding, to_natural
+from k2jax.parallel.natural import from_first, from_natural, natural_sharding, to_natural
 from tests.parallel.stages import cut
 
 CASES = {
@@ -52,6 +52,16 @@ def test_there_and_back_every_bit_is_the_same(trip):
     state = jax.eval_shape(muonclip(config.optim, config.model).init, natural[0])
     assert jax.tree.structure(back[1]) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, back, natural)
+
+
+def test_the_first_state_is_that_of_an_optimizer_that_has_seen_nothing(trip):
+    config, mesh, plan, (params, _), _, _ = trip
+    sharding = natural_sharding(plan, mesh)
+    first = jax.device_put((params, muonclip(config.optim, config.model).init(params)), sharding)
+    want, got = from_natural(plan, mesh)(*first), from_first(plan, mesh)(first[0])
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    alike = jax.tree.map(lambda x, there: x.sharding.is_equivalent_to(there, x.ndim), got, zero1.shardings(plan, mesh))
+    assert all(jax.tree.leaves(alike))
 
 
 def test_owned_arrays_are_parts_of_the_stages_trees(trip):

@@ -1,4 +1,5 @@
 import json
+import logging
 import resource
 import shutil
 from dataclasses import replace
@@ -59,6 +60,18 @@ def test_any_mesh_goes_on_from_a_checkpoint_of_any_other_with_the_same_bits(smal
             state = state._replace(step=state.step + 1)
             saved.save(config, state, {}, {}, axes)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, state), want._replace(step=np.int32(5)))
+
+
+def test_small_arrays_are_written_without_a_program_for_each_shape(small, tmp_path, caplog):
+    """Replicas share the writing of large arrays, each a cut of its own; for small ones that only takes time to compile."""
+    config = replace(small, batch=16, mesh=MeshConfig(data=2))
+    grid = mesh.make(config, jax.devices()[:2])
+    state = step.init_state(config, grid)
+    with Checkpoints(tmp_path / "checkpoints", grid) as saved, jax.log_compiles():
+        saved.save(config, state, {}, {}, SPREAD)
+    compiled = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "Finished XLA compilation" in text]
+    assert compiled  # the conversion
+    assert not [text for text in compiled if "slice" in text]
 
 
 def test_the_last_two_are_kept(small, state, saved, tmp_path):
