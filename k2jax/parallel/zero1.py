@@ -30,7 +30,7 @@ from k2jax.parallel.mesh import AXES, RANKS
 from k2jax.parallel.ownership import REPLICATED, Kind, Leaf, Plan, rank_bytes, tree_of
 from k2jax.parallel.ownership import plan as plan  # the first thing a user of this module needs
 
-AT_ONCE = 2**28  # bytes of float32 weights and moments of a rank: with no more, all matrices of a kind are updated together
+AT_ONCE = 2**28  # bytes of float32 weights and moments of a rank: with no more, all its matrices are updated together
 
 # --- the owned state as global arrays
 
