@@ -19,7 +19,7 @@ from k2jax.model.block import Around
 from k2jax.model.moe import update_bias
 from k2jax.optim.muonclip import muonclip
 from k2jax.optim.schedules import learning_rate
-from k2jax.parallel import activations, natural, pipeline, stage, zero1
+from k2jax.parallel import activations, natural, owned_update, pipeline, stage, zero1
 from k2jax.parallel.layout import STACKS
 from k2jax.parallel.mesh import BATCH, RANKS, cut, microbatches
 from k2jax.train.loss import Batch, Counts, Parts, combine, count_targets, cross_entropy, loss, over_ranks, target_masks
@@ -215,7 +215,9 @@ def _updated_on_mesh(config: RunConfig, mesh: Mesh) -> Callable[..., _Updated]:
         weights = zero1.working(plan, params, config.model.dtype)
         grads, parts, max_logit_LH, rounds = found(weights, router_bias, batch)
         total = parts.next_token + config.model.mtp_weight * parts.mtp + parts.balance
-        params, opt_state, told = zero1.update(plan, config, params, opt_state, grads, rate, max_logit_LH, jnp.isfinite(total))
+        params, opt_state, told = owned_update.update(
+            plan, config, params, opt_state, grads, rate, max_logit_LH, jnp.isfinite(total)
+        )
         told = told["grad_norm"], told["finite"], told["update_rms"]
         return _Updated(zero1.whole(params), zero1.whole(opt_state), parts, total, *told, rounds)
 

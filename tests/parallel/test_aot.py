@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from k2jax.config import AttentionConfig, MeshConfig, ModelConfig, MoEConfig, RunConfig
-from k2jax.parallel import aot, hlo, mesh, schedule, zero1
+from k2jax.parallel import aot, hlo, mesh, owned_update, schedule
 from k2jax.train.step import abstract_state, make_step
 
 SIZES = {"pipeline": 4, "expert": 2, "data": 2}  # 16 devices: with 2 stages the two rings would be one
@@ -45,7 +45,7 @@ def program():
     rows = jax.ShapeDtypeStruct((config.batch, T + 1), jnp.int32, sharding=NamedSharding(devices, mesh.BATCH))
     batch = {name: rows for name in ("tokens_BT", "segments_BT", "positions_BT")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero1, "AT_ONCE", 0)  # matrices one by one, as large ones are
+        patch.setattr(owned_update, "AT_ONCE", 0)  # matrices one by one, as large ones are
         step = make_step(config, devices).lower(abstract_state(config, devices), batch, jnp.float32(1e6))
     return hlo.parse(step.compile(compiler_options=aot.OVERLAP).as_text())
 

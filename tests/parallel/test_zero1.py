@@ -20,7 +20,7 @@ from k2jax.config import AttentionConfig, MeshConfig
 from k2jax.model import transformer
 from k2jax.optim.muon import by_path
 from k2jax.optim.muonclip import muonclip
-from k2jax.parallel import hlo, ownership, zero1
+from k2jax.parallel import hlo, owned_update, ownership, zero1
 from k2jax.parallel import mesh as meshes
 from k2jax.parallel.layout import DENSE, IDENTITY, MTP
 from tests.parallel.stages import cut, join, tree_map
@@ -94,7 +94,7 @@ def compile_steps(config, plan, given):
 
         def step(state, given):
             gradients, logit_LH, rate, finite = given
-            *state, metrics = zero1.update(plan, config, *state, gradients, rate, logit_LH, finite)
+            *state, metrics = owned_update.update(plan, config, *state, gradients, rate, logit_LH, finite)
             return tuple(state), metrics
 
         gradients = jax.tree.map(lambda x: x.reshape(x.shape[0], *x.shape[4:]), gradients)
@@ -140,7 +140,7 @@ def run(request, run_of):
     finite = np.ones(len(SIZES), bool)
     with pytest.MonkeyPatch.context() as patch:
         if one_by_one:
-            patch.setattr(zero1, "AT_ONCE", 0)
+            patch.setattr(owned_update, "AT_ONCE", 0)
         program = compile_steps(config, plan, (*inputs, finite))
     trees, owned, count, metrics = jax.tree.map(np.asarray, program(*inputs, finite))
     one = jax.tree.map(np.asarray, on_one_device(config, natural, given, inputs[-1]))
@@ -278,7 +278,7 @@ def test_state_on_the_host_is_updated_to_the_same_bits_and_stays_there(run_of):
             params, opt_state = zero1.local((params, opt_state))
             gradients = zero1.working(plan, params, "float32")  # any will do
             given = plan, config, params, opt_state, gradients, jnp.float32(0.1), logit_LH, jnp.bool_(True)
-            return zero1.whole(zero1.update(*given)[:2])
+            return zero1.whole(owned_update.update(*given)[:2])
 
         specs = zero1.specs(plan)
         f = jax.shard_map(body, mesh=mesh, in_specs=(*specs, PartitionSpec()), out_specs=specs, check_vma=False)
